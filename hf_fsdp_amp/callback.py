@@ -1,0 +1,178 @@
+"""`FSDPAutocast`: ties facts, policy, sharding and patching to the Trainer's events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .facts import RunFacts, find_disagreement, is_gradient_scaler_missing, read_facts
+from .patching import patch_model, patch_targets
+from .policy import LOW_DTYPES, PrecisionPolicy, check_preset, dtype_name, parse_dtype, resolve_policy
+from .sharding import mend_units, policy_from_torch, read_units, set_plugin_policy
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class _Run:
+    """One Trainer's run: its arguments (held, so that their id stays theirs), facts, and the policy in force."""
+
+    args: Any
+    facts: RunFacts
+    policy: PrecisionPolicy | None
+
+
+class FSDPAutocast(TrainerCallback):
+    """Make ``bf16=True`` / ``fp16=True`` mean under FSDP what it means under DDP.
+
+    Pass it to the Trainer's constructor: ``Trainer(..., callbacks=[FSDPAutocast()])``. Before the model is sharded
+    it sets FSDP's mixed-precision policy on accelerate's plugin; once FSDP has been set up it runs the model's
+    forward under autocast of the training dtype. Without FSDP it does nothing.
+
+    Args:
+        preset: ``"amp"`` or ``"fsdp"``; see `hf_fsdp_amp.policy.PRESETS`.
+        dtype: the training dtype; default is what the Trainer was told. Another one is refused.
+        reduce_dtype: dtype of the gradient reduction: ``"fp32"`` (as DDP), ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        ValueError: unknown preset or dtype (here); settings that contradict each other (when the Trainer is built).
+        RuntimeError: when training begins and the model is not sharded as it was asked to be.
+    """
+
+    def __init__(
+        self,
+        preset: str = "amp",
+        *,
+        dtype: str | torch.dtype | None = None,
+        reduce_dtype: str | torch.dtype = "fp32",
+    ) -> None:
+        check_preset(preset)
+        self.preset = preset
+        self.dtype = None if dtype is None else parse_dtype(dtype, "dtype", LOW_DTYPES)
+        self.reduce_dtype = parse_dtype(reduce_dtype, "reduce_dtype")
+        self._runs: dict[int, _Run] = {}
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the policy on accelerate's plugin and patch the model, before anything shards or runs it."""
+        model = kwargs.get("model")
+        run = self._start(args, model)
+        if run.policy is None or model is None:
+            return
+        if run.facts.sharded_at_load:
+            mend_units(model, run.policy)
+        # Already now, so that evaluate() before train(), and callbacks that run the model first, get autocast too.
+        self._patch(model, run.policy)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that the sharded model has the policy, mend it where it can be, and patch it."""
+        model: nn.Module = kwargs["model"]
+        run = self._runs.get(id(args))
+        if run is None:  # added with trainer.add_callback(): on_init_end never came
+            run = self._start(args, model)
+        if run.policy is None:
+            return
+        self._check_sharded(model, run)
+        if run.policy.preset != "custom" and (mended := mend_units(model, run.policy)):
+            self._say(
+                run,
+                logger.warning,
+                f"{len(mended)} FSDP units had another policy and were set to: {run.policy.describe()}.",
+            )
+        self._patch(model, run.policy)
+        if run.policy.dtype is torch.float16 and is_gradient_scaler_missing(kwargs.get("optimizer")):
+            self._say(
+                run,
+                logger.warning,
+                "fp16 without a gradient scaler (accelerate makes none on this device): small gradients become zero. "
+                "Use bf16=True, or a device accelerate scales gradients on.",
+            )
+
+    def _start(self, args: Any, model: nn.Module | None) -> _Run:
+        facts = read_facts(args, model)
+        run = _Run(args, facts, self._resolve(facts))
+        self._runs[id(args)] = run
+        if run.policy is None:
+            return run
+        if facts.plugin is not None and not set_plugin_policy(facts.plugin, run.policy):
+            own = facts.plugin.mixed_precision_policy
+            run.policy = policy_from_torch(own, run.policy)
+            self._say(
+                run,
+                logger.warning,
+                f"the FSDP mixed_precision_policy given by the user stands, preset {self.preset!r} does not apply to it: {own}.",
+            )
+        self._say(run, logger.info, run.policy.describe())
+        return run
+
+    def _resolve(self, facts: RunFacts) -> PrecisionPolicy | None:
+        """The policy for these facts; None, with one line in the log, where there is nothing to do."""
+        if problem := find_disagreement(facts):
+            raise ValueError(problem)
+        if self.dtype is not None and dtype_name(self.dtype) != facts.mixed_precision:
+            raise ValueError(
+                f"FSDPAutocast(dtype={dtype_name(self.dtype)!r}) but the Trainer trains in mixed precision "
+                f"{facts.mixed_precision!r}: set {dtype_name(self.dtype)}=True in TrainingArguments, or leave dtype out."
+            )
+        run = _Run(None, facts, None)
+        if facts.fsdp_version == 0:
+            if facts.fsdp_requested and facts.device_type == "cpu":
+                self._say(
+                    run,
+                    logger.warning,
+                    "FSDP was asked for, but accelerate is about to train DDP: it shards on no CPU. Call hf_fsdp_amp.enable_cpu_fsdp() before the Trainer is built.",
+                )
+            elif facts.fsdp_requested:
+                self._say(
+                    run,
+                    logger.warning,
+                    f"FSDP was asked for, but accelerate is about to train {facts.distributed_type}.",
+                )
+            else:
+                self._say(
+                    run,
+                    logger.info,
+                    "no FSDP in this run: accelerate's own autocast is right, nothing to do.",
+                )
+            return None
+        if facts.mixed_precision not in LOW_DTYPES:
+            self._say(
+                run,
+                logger.info,
+                f"mixed precision is {facts.mixed_precision!r}: nothing to do. Set bf16=True or fp16=True in TrainingArguments.",
+            )
+            return None
+        return resolve_policy(
+            self.preset,
+            facts.mixed_precision,
+            fsdp_version=facts.fsdp_version,
+            device_type=facts.device_type,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+    @staticmethod
+    def _check_sharded(model: nn.Module, run: _Run) -> None:
+        if not read_units(model):
+            raise RuntimeError("FSDP was set up, but no module of the model is sharded: it would train without FSDP.")
+        outer = getattr(model, "_orig_mod", model)
+        if run.facts.fsdp_version == 1 and not isinstance(outer, FullyShardedDataParallel):
+            raise RuntimeError(
+                "the Trainer lost FSDP1's root wrapper (it does when evaluate() comes before train()): "
+                "set trainer.model_wrapped = trainer.model before train()."
+            )
+
+    @staticmethod
+    def _patch(model: nn.Module, policy: PrecisionPolicy) -> None:
+        dtype = policy.dtype if policy.autocast else torch.float32
+        patch_model(model, dtype, device_type=policy.device_type, cache_enabled=policy.cache_enabled)
+        logger.debug("patched %s", [type(target).__name__ for target in patch_targets(model)])
+
+    @staticmethod
+    def _say(run: _Run, log: Any, line: str) -> None:
+        if run.facts.is_main_process:
+            log(f"hf_fsdp_amp: {line}")

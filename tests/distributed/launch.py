@@ -1,0 +1,110 @@
+"""Run scenarios on real ranks: `torchrun` starts this file, every scenario runs on all ranks in one process group.
+
+Two uses: `run_scenarios(...)` from a test, and ``torchrun ... launch.py OUT_DIR module:function ...`` on each rank.
+Starting ranks and importing costs more than most scenarios, so a test module runs all of its own in one launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Outcome:
+    """What one scenario gave on one rank: its result, or the text of its exception."""
+
+    result: Any = None
+    error: str | None = None
+    trace: str | None = None
+
+
+def run_scenarios(
+    out_dir: Path, scenarios: list[str], *, ranks: int = 2, timeout: float = 540, env: dict[str, str] | None = None
+) -> dict[str, list[Outcome]]:
+    """Run ``module:function`` scenarios on `ranks` gloo ranks and collect their results.
+
+    Args:
+        out_dir: an empty folder; each scenario gets a folder of its own in it.
+        scenarios: names as ``module:function``; a function takes its folder and returns something JSON can hold.
+        ranks: number of processes.
+        timeout: seconds for all of them; what has not finished by then is reported as not run.
+        env: environment variables to add.
+
+    Returns:
+        Per scenario the outcome of each rank.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(Path(__file__)), str(out_dir), *scenarios]
+    full_env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **(env or {})}
+    log = out_dir / "log.txt"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=full_env, cwd=ROOT, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+    return {name: [_read(out_dir, name, rank, log) for rank in range(ranks)] for name in scenarios}
+
+
+def _read(out_dir: Path, name: str, rank: int, log: Path) -> Outcome:
+    path = out_dir / name.replace(":", ".") / f"rank{rank}.json"
+    if not path.exists():
+        return Outcome(error="did not finish", trace=log.read_text()[-6000:])
+    return Outcome(**json.loads(path.read_text()))
+
+
+def _run_all(out_dir: Path, scenarios: list[str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    environment = dict(os.environ)
+    dist.init_process_group("gloo")
+    try:
+        for name in scenarios:
+            module, function = name.split(":")
+            folder = out_dir / f"{module}.{function}"
+            folder.mkdir(parents=True, exist_ok=True)
+            outcome = _run_one(module, function, folder)
+            (folder / f"rank{rank}.json").write_text(json.dumps(vars(outcome)))
+            os.environ.clear()
+            os.environ.update(environment)
+            gc.collect()
+            torch._dynamo.reset()
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_one(module: str, function: str, folder: Path) -> Outcome:
+    from accelerate.state import AcceleratorState, GradientState
+    from torch import manual_seed
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    manual_seed(0)
+    try:
+        return Outcome(result=getattr(importlib.import_module(module), function)(folder))
+    except Exception as error:  # what a scenario raises is what its test asserts on
+        return Outcome(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    _run_all(Path(sys.argv[1]), sys.argv[2:])
