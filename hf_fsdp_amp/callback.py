@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .facts import RunFacts, find_disagreement, is_gradient_scaler_missing, read_facts
 from .patching import patch_model, patch_targets
 from .policy import LOW_DTYPES, PrecisionPolicy, check_preset, dtype_name, parse_dtype, resolve_policy
-from .sharding import mend_units, policy_from_torch, read_units, set_plugin_policy
+from .sharding import custom_policy, mend_units, read_units, set_plugin_policy, users_unit_policy
 
 logger = logging.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class FSDPAutocast(TrainerCallback):
         run = self._start(args, model)
         if run.policy is None or model is None:
             return
-        if run.facts.sharded_at_load:
+        if run.facts.sharded_at_load and run.policy.preset != "custom":
             mend_units(model, run.policy)
         # Already now, so that evaluate() before train(), and callbacks that run the model first, get autocast too.
         self._patch(model, run.policy)
@@ -79,15 +79,15 @@ class FSDPAutocast(TrainerCallback):
             return
         self._check_sharded(model, run)
         if run.policy.preset != "custom" and (mended := mend_units(model, run.policy)):
-            self._say(
-                run,
+            _say(
+                run.facts,
                 logger.warning,
                 f"{len(mended)} FSDP units had another policy and were set to: {run.policy.describe()}.",
             )
         self._patch(model, run.policy)
         if run.policy.dtype is torch.float16 and is_gradient_scaler_missing(kwargs.get("optimizer")):
-            self._say(
-                run,
+            _say(
+                run.facts,
                 logger.warning,
                 "fp16 without a gradient scaler (accelerate makes none on this device): small gradients become zero. "
                 "Use bf16=True, or a device accelerate scales gradients on.",
@@ -99,15 +99,19 @@ class FSDPAutocast(TrainerCallback):
         self._runs[id(args)] = run
         if run.policy is None:
             return run
-        if facts.plugin is not None and not set_plugin_policy(facts.plugin, run.policy):
+        own = None
+        if facts.plugin is None and model is not None:
+            own = users_unit_policy(model, run.policy)
+        elif facts.plugin is not None and not set_plugin_policy(facts.plugin, run.policy):
             own = facts.plugin.mixed_precision_policy
-            run.policy = policy_from_torch(own, run.policy)
-            self._say(
-                run,
+        if own is not None:
+            run.policy = custom_policy(own, run.policy)
+            _say(
+                facts,
                 logger.warning,
-                f"the FSDP mixed_precision_policy given by the user stands, preset {self.preset!r} does not apply to it: {own}.",
+                f"your own FSDP mixed-precision policy stands, not preset {self.preset!r}: {own}.",
             )
-        self._say(run, logger.info, run.policy.describe())
+        _say(facts, logger.info, run.policy.describe())
         return run
 
     def _resolve(self, facts: RunFacts) -> PrecisionPolicy | None:
@@ -117,35 +121,11 @@ class FSDPAutocast(TrainerCallback):
         if self.dtype is not None and dtype_name(self.dtype) != facts.mixed_precision:
             raise ValueError(
                 f"FSDPAutocast(dtype={dtype_name(self.dtype)!r}) but the Trainer trains in mixed precision "
-                f"{facts.mixed_precision!r}: set {dtype_name(self.dtype)}=True in TrainingArguments, or leave dtype out."
+                f"{facts.mixed_precision!r}: set {dtype_name(self.dtype)}=True in TrainingArguments or leave dtype out."
             )
-        run = _Run(None, facts, None)
-        if facts.fsdp_version == 0:
-            if facts.fsdp_requested and facts.device_type == "cpu":
-                self._say(
-                    run,
-                    logger.warning,
-                    "FSDP was asked for, but accelerate is about to train DDP: it shards on no CPU. Call hf_fsdp_amp.enable_cpu_fsdp() before the Trainer is built.",
-                )
-            elif facts.fsdp_requested:
-                self._say(
-                    run,
-                    logger.warning,
-                    f"FSDP was asked for, but accelerate is about to train {facts.distributed_type}.",
-                )
-            else:
-                self._say(
-                    run,
-                    logger.info,
-                    "no FSDP in this run: accelerate's own autocast is right, nothing to do.",
-                )
-            return None
-        if facts.mixed_precision not in LOW_DTYPES:
-            self._say(
-                run,
-                logger.info,
-                f"mixed precision is {facts.mixed_precision!r}: nothing to do. Set bf16=True or fp16=True in TrainingArguments.",
-            )
+        if reason := why_inactive(facts):
+            log = logger.warning if facts.fsdp_requested and facts.fsdp_version == 0 else logger.info
+            _say(facts, log, reason)
             return None
         return resolve_policy(
             self.preset,
@@ -172,7 +152,26 @@ class FSDPAutocast(TrainerCallback):
         patch_model(model, dtype, device_type=policy.device_type, cache_enabled=policy.cache_enabled)
         logger.debug("patched %s", [type(target).__name__ for target in patch_targets(model)])
 
-    @staticmethod
-    def _say(run: _Run, log: Any, line: str) -> None:
-        if run.facts.is_main_process:
-            log(f"hf_fsdp_amp: {line}")
+
+def why_inactive(facts: RunFacts) -> str | None:
+    """One line saying why there is nothing to do in this run; None where there is something."""
+    if facts.fsdp_version == 0 and not facts.fsdp_requested:
+        return "no FSDP in this run: accelerate's own autocast is right, nothing to do."
+    if facts.fsdp_version == 0 and facts.device_type == "cpu":
+        return (
+            "FSDP was asked for, but accelerate is about to train DDP instead, for it does not shard on CPU: call "
+            "hf_fsdp_amp.enable_cpu_fsdp() before the Trainer is built to rehearse FSDP on CPU."
+        )
+    if facts.fsdp_version == 0:
+        return f"FSDP was asked for, but accelerate is about to train {facts.distributed_type} instead."
+    if facts.mixed_precision not in LOW_DTYPES:
+        return (
+            f"mixed precision is {facts.mixed_precision!r}, nothing to do: "
+            "set bf16=True or fp16=True in TrainingArguments for autocast."
+        )
+    return None
+
+
+def _say(facts: RunFacts, log: Any, line: str) -> None:
+    if facts.is_main_process:
+        log(f"hf_fsdp_amp: {line}")

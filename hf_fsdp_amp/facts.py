@@ -116,7 +116,7 @@ def find_disagreement(facts: RunFacts) -> str | None:
     if len(set(asked.values())) <= 1:
         return None
     said = ", ".join(f"{who} says {what}" for who, what in asked.items())
-    return f"mixed precision is contradictory: {said}. Set the same bf16 or fp16 everywhere, or leave it out of the launcher."
+    return f"mixed precision is contradictory: {said}. Set the same one everywhere, or leave it out of the launcher."
 
 
 def _accelerate_state() -> Any | None:

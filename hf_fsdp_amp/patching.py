@@ -21,9 +21,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .dynamo import skip_own_frame
 from .outputs import finish_output
 from .policy import parse_dtype
-from .sharding import read_units
+from .sharding import UnitPolicy, read_units
 
 OUTPUT_DTYPES = ("auto", "fp32", "none")
 _RECORD = "_hf_fsdp_amp_record"
@@ -36,6 +37,7 @@ class _Settings:
     device_type: str
     cache_enabled: bool
     output_dtype: str
+    sharded: bool
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,13 @@ def patch_model(
         raise ValueError(
             f"output_dtype={output_dtype!r} is not known: use one of {', '.join(map(repr, OUTPUT_DTYPES))}."
         )
+    units = read_units(model)
     settings = _Settings(
         dtype=parse_dtype(dtype),
         device_type=device_type or compute_device_type(model),
-        cache_enabled=not gathers_fp32(model) if cache_enabled is None else cache_enabled,
+        cache_enabled=not gathers_fp32(units) if cache_enabled is None else cache_enabled,
         output_dtype=output_dtype,
+        sharded=bool(units),
     )
     targets = patch_targets(model)
     for level in _wrapper_levels(model):
@@ -167,9 +171,9 @@ def compute_device_type(model: nn.Module) -> str:
     return parameter.device.type
 
 
-def gathers_fp32(model: nn.Module) -> bool:
-    """Whether an FSDP unit of the model gathers its parameters in fp32."""
-    return any(unit.param_dtype in (None, torch.float32) for unit in read_units(model))
+def gathers_fp32(units: list[UnitPolicy]) -> bool:
+    """Whether one of a model's FSDP units gathers its parameters in fp32."""
+    return any(unit.param_dtype in (None, torch.float32) for unit in units)
 
 
 def _patch_one(module: nn.Module, settings: _Settings) -> None:
@@ -214,8 +218,9 @@ def _autocast_forward(
             output = inner(self, *args, **kwargs)
         return finish_output(output, output_dtype, self.training)
 
-    setattr(forward, _RECORD, _Record(settings, inner, previous, owner=forward))
-    return forward
+    wrapper: Any = skip_own_frame(forward) if settings.sharded else forward  # type: ignore[arg-type]
+    setattr(wrapper, _RECORD, _Record(settings, inner, previous, owner=wrapper))
+    return wrapper
 
 
 def _wrapper_levels(model: nn.Module) -> list[nn.Module]:
@@ -240,7 +245,7 @@ def _is_prompt_learning(peft_model: Any) -> bool:
 
 def _find_record(module: nn.Module) -> _Record | None:
     """The record of our wrapper on `module`, also where accelerate has wrapped it again since."""
-    forward = module.__dict__.get("forward")
+    forward: Any = module.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         record = getattr(function, _RECORD, None)
@@ -252,6 +257,7 @@ def _find_record(module: nn.Module) -> _Record | None:
 
 def _remember(module: nn.Module) -> tuple[_Previous, ...]:
     remembered = []
+    value: Any
     for name in ("forward", _ACCELERATE_ORIGINAL):
         value = module.__dict__.get(name)
         bound = isinstance(value, MethodType) and value.__self__ is module

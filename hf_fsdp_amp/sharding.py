@@ -100,19 +100,33 @@ def set_plugin_policy(plugin: Any, policy: PrecisionPolicy) -> bool:
     return True
 
 
-def policy_from_torch(torch_policy: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
-    """`policy` with the FSDP part replaced by a user's own `MixedPrecision` or `MixedPrecisionPolicy`."""
-    low = torch_policy.param_dtype in (torch.bfloat16, torch.float16)
+def users_unit_policy(model: nn.Module, policy: PrecisionPolicy) -> UnitPolicy | None:
+    """The root unit's policy where the user chose it for a model that came sharded; None where nobody did.
+
+    Nobody chose torch's default (all None), transformers' `fsdp_mixed_precision` (bf16, fp32 reduction; 5.24),
+    accelerate's stock policy, or `policy` itself.
+    """
+    unit = read_units(model)[0]
+    dtypes = (unit.param_dtype, unit.reduce_dtype, unit.output_dtype, unit.buffer_dtype)
+    low, fp32 = policy.dtype, torch.float32
+    stock = (low, low, None, low) if unit.fsdp_version == 1 else (low, low, low, None)
+    nobodys = ((None, None, None, None), (torch.bfloat16, fp32, None, None), stock)
+    return None if dtypes in nobodys or _agrees(unit, policy) else unit
+
+
+def custom_policy(own: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
+    """`policy` with its FSDP part replaced by a user's own `MixedPrecision`, `MixedPrecisionPolicy` or `UnitPolicy`."""
+    low = own.param_dtype in (torch.bfloat16, torch.float16)
     return PrecisionPolicy(
         preset="custom",
         dtype=policy.dtype,
         fsdp_version=policy.fsdp_version,
         device_type=policy.device_type,
-        param_dtype=torch_policy.param_dtype,
-        reduce_dtype=torch_policy.reduce_dtype,
-        output_dtype=getattr(torch_policy, "output_dtype", None),
-        buffer_dtype=getattr(torch_policy, "buffer_dtype", None),
-        cast_forward_inputs=torch_policy.cast_forward_inputs,
+        param_dtype=own.param_dtype,
+        reduce_dtype=own.reduce_dtype,
+        output_dtype=getattr(own, "output_dtype", None),
+        buffer_dtype=getattr(own, "buffer_dtype", None),
+        cast_forward_inputs=own.cast_forward_inputs,
         autocast=policy.autocast,
         cache_enabled=low,
     )
@@ -155,9 +169,10 @@ def mend_units(model: nn.Module, policy: PrecisionPolicy) -> list[str]:
             unit.fsdp_version == 1 and unit.buffer_dtype != policy.buffer_dtype
         )
         if unit.has_run and moved:
+            name = unit.name or "(root)"
             raise RuntimeError(
-                f"FSDP unit {unit.name or '(root)'!r} already ran with parameters in {dtype_name(unit.param_dtype)} and "
-                f"buffers in {dtype_name(unit.buffer_dtype)}, where {policy.describe()} was asked: pass "
+                f"FSDP unit {name!r} already ran with parameters in {dtype_name(unit.param_dtype)} and buffers in "
+                f"{dtype_name(unit.buffer_dtype)}, where {policy.describe()} was asked: pass "
                 "callbacks=[FSDPAutocast()] to the Trainer's constructor, before the model is sharded."
             )
     torch_policy = to_torch_policy(policy) if wrong else None

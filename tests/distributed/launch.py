@@ -1,6 +1,6 @@
 """Run scenarios on real ranks: `torchrun` starts this file, every scenario runs on all ranks in one process group.
 
-Two uses: `run_scenarios(...)` from a test, and ``torchrun ... launch.py OUT_DIR module:function ...`` on each rank.
+Two uses: `run_scenarios(...)` from a test, and on each rank ``launch.py OUT_DIR module:function@version ...``.
 Starting ranks and importing costs more than most scenarios, so a test module runs all of its own in one launch.
 """
 
@@ -37,7 +37,8 @@ def run_scenarios(
 
     Args:
         out_dir: an empty folder; each scenario gets a folder of its own in it.
-        scenarios: names as ``module:function``; a function takes its folder and returns something JSON can hold.
+        scenarios: names as ``module:function@version``; a function takes its folder and the FSDP version, and returns
+            something JSON can hold.
         ranks: number of processes.
         timeout: seconds for all of them; what has not finished by then is reported as not run.
         env: environment variables to add.
@@ -62,8 +63,12 @@ def run_scenarios(
     return {name: [_read(out_dir, name, rank, log) for rank in range(ranks)] for name in scenarios}
 
 
+def _folder(name: str) -> str:
+    return name.replace(":", ".").replace("@", ".v")
+
+
 def _read(out_dir: Path, name: str, rank: int, log: Path) -> Outcome:
-    path = out_dir / name.replace(":", ".") / f"rank{rank}.json"
+    path = out_dir / _folder(name) / f"rank{rank}.json"
     if not path.exists():
         return Outcome(error="did not finish", trace=log.read_text()[-6000:])
     return Outcome(**json.loads(path.read_text()))
@@ -75,16 +80,17 @@ def _run_all(out_dir: Path, scenarios: list[str]) -> None:
 
     rank = int(os.environ["RANK"])
     environment = dict(os.environ)
+    cpu_dtype = torch.get_autocast_dtype("cpu")
     dist.init_process_group("gloo")
     try:
         for name in scenarios:
-            module, function = name.split(":")
-            folder = out_dir / f"{module}.{function}"
+            folder = out_dir / _folder(name)
             folder.mkdir(parents=True, exist_ok=True)
-            outcome = _run_one(module, function, folder)
+            outcome = _run_one(name, folder)
             (folder / f"rank{rank}.json").write_text(json.dumps(vars(outcome)))
             os.environ.clear()
             os.environ.update(environment)
+            torch.set_autocast_dtype("cpu", cpu_dtype)
             gc.collect()
             torch._dynamo.reset()
             dist.barrier()
@@ -92,7 +98,7 @@ def _run_all(out_dir: Path, scenarios: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def _run_one(module: str, function: str, folder: Path) -> Outcome:
+def _run_one(name: str, folder: Path) -> Outcome:
     from accelerate.state import AcceleratorState, GradientState
     from torch import manual_seed
 
@@ -100,7 +106,9 @@ def _run_one(module: str, function: str, folder: Path) -> Outcome:
     GradientState._reset_state()
     manual_seed(0)
     try:
-        return Outcome(result=getattr(importlib.import_module(module), function)(folder))
+        module, _, function = name.partition(":")
+        function, _, version = function.partition("@")
+        return Outcome(result=getattr(importlib.import_module(module), function)(folder, int(version)))
     except Exception as error:  # what a scenario raises is what its test asserts on
         return Outcome(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
 
