@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -64,7 +65,7 @@ def digest(model: nn.Module) -> str:
 def _hash(model: nn.Module, sha: Any) -> None:
     for name, parameter in sorted(model.named_parameters()):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        sha.update(name.encode() + full.detach().float().contiguous().numpy().tobytes())
+        sha.update(name.encode() + full.detach().float().clone().numpy().tobytes())
 
 
 def train(folder: Path, version: int) -> Result:
@@ -108,13 +109,15 @@ def predict(folder: Path, version: int) -> Result:
 
 
 def accumulation(folder: Path, version: int) -> Result:
-    trainer = build(folder, version, gradient_accumulation_steps=4, max_steps=2)
-    trainer.train()
     gradients: set[str] = set()
-    trainer.train_dataset = tokens(16)
-    handle = next(trainer.model.parameters()).register_hook(lambda g: gradients.add(str(g.dtype)))
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gradients.update(str(p.grad.dtype) for p in kwargs["model"].parameters() if p.grad is not None)
+
+    callbacks = [FSDPAutocast(), Look()]
+    trainer = build(folder, version, callbacks=callbacks, gradient_accumulation_steps=4, max_steps=2)
     trainer.train()
-    handle.remove()
     return {**trainer.report(), "gradients": sorted(gradients)}
 
 
@@ -258,15 +261,15 @@ def evaluate_then_train_repaired(folder: Path, version: int) -> Result:
 
 
 def own_policy(folder: Path, version: int) -> Result:
-    trainer = build(folder, version)
-    # as a user would, on the plugin, before the callback's on_init_end: so build once more with it
     own: Any = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if version == 2:
         own = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
     class Own(TrainerCallback):
+        """Sets it on accelerate's plugin before `FSDPAutocast` sees it, as the user's own code would."""
+
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = own
+            AcceleratorState().fsdp_plugin.mixed_precision_policy = own
 
     with captured() as lines:
         trainer = build(folder, version, callbacks=[Own(), FSDPAutocast()])
@@ -362,7 +365,7 @@ def generate(folder: Path, version: int) -> Result:
     return {**trainer.report(), "length": output.shape[1]}
 
 
-def reload_best_dtype_master(folder: Path, version: int) -> Result:
+def master_weights(folder: Path, version: int) -> Result:
     """A model loaded in bf16 has fp32 master weights once accelerate has prepared it for bf16 training."""
     trainer = build(folder, version, model=tiny_mpt().to(torch.bfloat16))
     trainer.train()
