@@ -17,6 +17,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp, is_patched, patch_model, unpatch_model
@@ -70,16 +72,18 @@ def _hash(model: nn.Module, sha: Any) -> None:
 
 def train(folder: Path, version: int) -> Result:
     trainer = build(folder, version)
-    trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
-    patched = is_patched(trainer.model)
-    return {**trainer.report(), "units": units_of(trainer.model), "eval_loss": evaluated, "patched": patched}
+    with Collectives() as collectives:
+        trainer.train()
+    trainer.evaluate()
+    found = {"units": units_of(trainer.model), "patched": is_patched(trainer.model)}
+    return {**trainer.report(), **collectives.report(), **found}
 
 
 def stock(folder: Path, version: int) -> Result:
     trainer = build(folder, version, amp=False)
-    trainer.train()
-    return {**trainer.report(), "units": units_of(trainer.model)}
+    with Collectives() as collectives:
+        trainer.train()
+    return {**trainer.report(), **collectives.report(), "units": units_of(trainer.model)}
 
 
 def ddp(folder: Path, version: int) -> Result:
@@ -280,9 +284,9 @@ def own_policy(folder: Path, version: int) -> Result:
 def late_callback(folder: Path, version: int) -> Result:
     trainer = build(folder, version, amp=False)
     trainer.add_callback(FSDPAutocast())
-    with captured() as lines:
+    with captured() as lines, Collectives() as collectives:
         trainer.train()
-    return {**trainer.report(), "units": units_of(trainer.model), "lines": lines}
+    return {**trainer.report(), **collectives.report(), "units": units_of(trainer.model), "lines": lines}
 
 
 def late_callback_after_training(folder: Path, version: int) -> Result:
@@ -416,6 +420,25 @@ def without_trainer(folder: Path, version: int) -> Result:
     unpatch_model(wrapped)
     wrapped(input_ids=ids, labels=ids)
     return {"states": states, "loss": str(output.loss.dtype), "logits": str(output.logits.dtype)}
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the dtypes that all-gathers (the Trainer's own of the loss among them) and reduce-scatters carry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: set[str] = set()
+        self.reduced: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            kind = self.gathered if "allgather" in func.name() else self.reduced
+            if "allgather" in func.name() or "reduce_scatter" in func.name():
+                kind.update(str(x.dtype) for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+    def report(self) -> dict[str, list[str]]:
+        return {"gathered": sorted(self.gathered), "reduced": sorted(self.reduced)}
 
 
 class captured:  # noqa: N801

@@ -57,6 +57,8 @@ def only(version: int, ran: Ran) -> None:
 def test_stock_is_wrong(ran: Ran) -> None:
     """What the callback is for; when a release of accelerate or transformers mends it, this says so."""
     stock = result(ran, "stock")
+    assert BF16 in stock["gathered"]
+    assert stock["reduced"] == [BF16]
     if ran[0] == 2:
         assert stock["autocast"] == ["off"]
         assert stock["loss"] == [BF16]
@@ -72,6 +74,8 @@ def test_trains_and_evaluates_under_autocast(ran: Ran) -> None:
     assert train["eval_autocast"] == [BF16]
     assert train["loss"] == [FP32]
     assert train["units"] == AMP_UNITS[ran[0]]
+    assert BF16 in train["gathered"]
+    assert train["reduced"] == [FP32]
 
 
 def test_loss_is_close_to_ddp(ran: Ran) -> None:
@@ -195,6 +199,8 @@ def test_users_own_policy_stands(ran: Ran) -> None:
 def test_callback_added_late_mends_the_units(ran: Ran) -> None:
     late = result(ran, "late_callback")
     assert late["units"] == AMP_UNITS[ran[0]]
+    assert BF16 in late["gathered"]
+    assert late["reduced"] == [FP32]
     assert late["losses"] == result(ran, "train")["losses"]
     assert any("had another policy" in line for line in late["lines"])
 
