@@ -147,6 +147,16 @@ def read_units(model: nn.Module) -> list[UnitPolicy]:
     return units
 
 
+def fsdp2_states(model: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """FSDP2's state objects in the model with the parameter groups of each, one entry per state, root first."""
+    states: dict[int, tuple[Any, list[Any]]] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = _fsdp2_state(module)
+            states.setdefault(id(state), (state, _fsdp2_groups(state)))
+    return list(states.values())
+
+
 def mend_units(model: nn.Module, policy: PrecisionPolicy) -> list[str]:
     """Bring the units of an already sharded model to `policy`.
 
