@@ -141,15 +141,19 @@ def train(
     config = load_config(model_arguments, len(tokenizer), data.block_size)
     with training.main_process_first(local=False, desc="packing the data"):
         blocks = make_blocks(rows, tokenizer, data.block_size)
-    trainer = Trainer(
-        model=load_model(model_arguments, config),
-        args=training,
-        train_dataset=blocks["train"],
-        eval_dataset=blocks["validation"],
-        data_collator=default_data_collator,
-        processing_class=tokenizer,
-        callbacks=callbacks,
-    )
+    model = load_model(model_arguments, config)
+    try:
+        trainer = Trainer(
+            model=model,
+            args=training,
+            train_dataset=blocks["train"],
+            eval_dataset=blocks["validation"],
+            data_collator=default_data_collator,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+    except ValueError as error:  # what the Trainer, accelerate and FSDPAutocast refuse, before anything is trained
+        raise UsageError(str(error).splitlines()[0]) from error
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.log_metrics("train", result.metrics)
     metrics = trainer.evaluate()
