@@ -1,0 +1,296 @@
+"""Trace a live training step: `record_precision`, and `StepAudit` for callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .policy import dtype_name
+from .recorder import Recorder, RecordingMode, largest_floating, tensors_in
+from .trace import (
+    BufferRecord,
+    LogitsRecord,
+    LossRecord,
+    OptimizerStateRecord,
+    ParameterRecord,
+    ScalerRecord,
+    Trace,
+)
+
+
+@contextlib.contextmanager
+def record_precision(
+    model: nn.Module, *, device_type: str | None = None, optimizer: Any = None, sequence: bool = False
+) -> Iterator[Trace]:
+    """Record what one training step really computes in which dtype, forward and backward.
+
+    Run the step inside: forward, backward, optimizer. The trace is complete when the block is left. Works on one
+    device, under DDP, FSDP1 and FSDP2, and through gradient checkpointing of both kinds. Everything it puts on the
+    model is removed at the end. Don't use it around a step whose time matters: it costs a Python call per op.
+
+    Args:
+        model: the model, sharded or wrapped as it is trained.
+        device_type: device type the model computes on; default is where its parameters are.
+        optimizer: the optimizer, for the gradient scaler that accelerate keeps on it; its state is found without.
+        sequence: keep the order of the ops in `Trace.sequence`.
+
+    Yields:
+        The trace, empty until the block is left.
+    """
+    audit = LiveRecording(model, device_type=device_type, sequence=sequence)
+    trace = Trace(device_type=audit.device_type)
+    audit.start()
+    try:
+        yield trace
+    finally:
+        audit.stop(trace, optimizer)
+
+
+class LiveRecording:
+    """The parts of `record_precision` with a start and a stop of their own, for callers that are no `with` block.
+
+    One recording runs at a time: starting one stops another that was left open (a step that raised).
+    """
+
+    _open: weakref.ref[LiveRecording] | None = None
+
+    def __init__(self, model: nn.Module, *, device_type: str | None = None, sequence: bool = False) -> None:
+        self.model = model
+        self.device_type = device_type or next((p.device.type for p in model.parameters()), "cpu")
+        self.recorder = Recorder(model, self.device_type, sequence)
+        self._names, self._parameters = _read_parameters(model, self.recorder)
+        self._buffer_names, self._buffers = _read_buffers(model, self.recorder)
+        self._compiled = {self.recorder.path_of(m) for m in model.modules() if _is_compiled(m)}
+        self._handles: list[RemovableHandle] = []
+        self._mode = RecordingMode(self.recorder)
+        self._stack = contextlib.ExitStack()
+        self._optimizers: list[Optimizer] = []
+        self._loss: torch.Tensor | None = None
+        self._logits: LogitsRecord | None = None
+        self.running = False
+
+    def start(self) -> None:
+        """Put hooks on every module and enter the dispatch mode."""
+        stale = LiveRecording._open() if LiveRecording._open is not None else None
+        if stale is not None and stale.running:
+            stale.abandon()
+        LiveRecording._open = weakref.ref(self)
+        keep = self._handles.append
+        for module in self.model.modules():
+            keep(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            keep(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
+            keep(module.register_forward_hook(self._see_outputs, prepend=True))
+            keep(module.register_forward_hook(self._leave, always_call=True))
+        keep(register_optimizer_step_pre_hook(self._before_optimizer))
+        keep(register_optimizer_step_post_hook(self._after_optimizer))
+        self._stack.enter_context(_compile_stands_aside())
+        self._stack.enter_context(self._mode)
+        self.running = True
+
+    def abandon(self) -> None:
+        """Remove every hook and leave the mode; nothing happens where it is not running."""
+        if not self.running:
+            return
+        self.running = False
+        self._stack.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def stop(self, trace: Trace, optimizer: Any = None) -> Trace:
+        """Remove everything and fill the trace."""
+        self.abandon()
+        self._read_gradients()
+        recorder = self.recorder
+        trace.ops = list(recorder.ops.values())
+        trace.modules = [m for m in recorder.modules.values() if m.calls or m.recomputes]
+        trace.parameters = list(self._parameters.values())
+        trace.buffers = list(self._buffers.values())
+        trace.collectives = list(recorder.collectives.values())
+        trace.autocast = list(recorder.autocast.values())
+        trace.accumulation = list(recorder.accumulation.values())
+        trace.optimizer = [record for opt in self._optimizers for record in _read_state(opt)]
+        trace.sequence = recorder.sequence or []
+        trace.micro_batches = recorder.modules[""].calls
+        trace.loss = self._read_loss()
+        trace.logits = self._logits
+        trace.scaler = _read_scaler(optimizer)
+        trace.compiled = sorted(self._compiled)
+        if trace.compiled:
+            where = ", ".join(path or "the whole model" for path in trace.compiled[:4])
+            trace.notes.append(
+                f"torch.compile stood aside during this step ({where}): these are the ops of the eager model; "
+                "what the compiled code fuses or keeps in another dtype is not seen."
+            )
+        if not any(p.unit is not None for p in trace.parameters):
+            for parameter in trace.parameters:
+                parameter.compute = parameter.compute or parameter.storage
+        return trace
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.recorder.enter(module, args, kwargs)
+
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.recorder.see_inputs(module, args, kwargs)
+        for local, name in self._names.get(id(module), ()):
+            tensor, record = getattr(module, local), self._parameters[name]
+            record.compute, record.shape, record.numel = dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel()
+        for local, name in self._buffer_names.get(id(module), ()):
+            self._buffers[name].compute = dtype_name(getattr(module, local).dtype)
+
+    def _see_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.recorder.see_outputs(module, output)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.recorder.leave(module, output)
+        if module is not self.model:
+            return
+        if output is None:  # the forward raised: whoever started this may never come to stop it
+            self.abandon()
+        elif self._loss is None:
+            self._loss = _find_loss(output)
+            self._logits = _find_logits(output, self.recorder)
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.recorder.in_optimizer = True
+        self._read_gradients()
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.recorder.in_optimizer = False
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+
+    def _read_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            record = self._parameters.get(self.recorder.clean(name))
+            if record is not None and record.gradient is None and parameter.grad is not None:
+                record.gradient = dtype_name(parameter.grad.dtype)
+
+    def _read_loss(self) -> LossRecord:
+        started = self.recorder.backward_start
+        record = LossRecord(backward_dtype=None if started is None else dtype_name(started.dtype))
+        if self._loss is not None:
+            record.dtype = dtype_name(self._loss.dtype)
+            record.value = float(self._loss)
+        return record
+
+
+def _compile_stands_aside() -> contextlib.AbstractContextManager[Any]:
+    """Compiled code runs eagerly inside, and is neither compiled anew nor given up for good after it.
+
+    A dispatch mode alone makes dynamo skip the frames it meets, in torch 2.4 to 2.13 for the rest of the process.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
+    return contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module is torch.compile's wrapper, or was compiled in place (``module.compile()``)."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _read_parameters(
+    model: nn.Module, recorder: Recorder
+) -> tuple[dict[int, list[tuple[str, str]]], dict[str, ParameterRecord]]:
+    """Records of all parameters by clean name, and per module (by id) the local and clean names of its own."""
+    names: dict[int, list[tuple[str, str]]] = {}
+    records: dict[str, ParameterRecord] = {}
+    first_name: dict[int, str] = {}
+    units = {path for path, module in recorder.modules.items() if module.is_unit}
+    for module in model.modules():
+        path = recorder.path_of(module)
+        for local, parameter in module.named_parameters(recurse=False):
+            name = first_name.setdefault(id(parameter), f"{path}.{local}".lstrip("."))
+            names.setdefault(id(module), []).append((local, name))
+            if name not in records:
+                records[name] = ParameterRecord(
+                    name,
+                    recorder.modules[path].cls,
+                    tuple(parameter.shape),
+                    parameter.numel(),
+                    parameter.requires_grad,
+                    dtype_name(parameter.dtype),
+                    unit=_unit_of(path, units),
+                )
+    return names, records
+
+
+def _unit_of(path: str, units: set[str]) -> str | None:
+    while path not in units:
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _read_buffers(
+    model: nn.Module, recorder: Recorder
+) -> tuple[dict[int, list[tuple[str, str]]], dict[str, BufferRecord]]:
+    names: dict[int, list[tuple[str, str]]] = {}
+    records: dict[str, BufferRecord] = {}
+    for module in model.modules():
+        path = recorder.path_of(module)
+        for local, buffer in module.named_buffers(recurse=False):
+            name = f"{path}.{local}".lstrip(".")
+            names.setdefault(id(module), []).append((local, name))
+            record = BufferRecord(name, recorder.modules[path].cls, tuple(buffer.shape), dtype_name(buffer.dtype))
+            records.setdefault(name, record)
+    return names, records
+
+
+def _find_loss(output: Any) -> torch.Tensor | None:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None:
+        candidates = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))[:1]
+        loss = next((t for t in candidates if t.dim() == 0 and t.is_floating_point()), None)
+    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _find_logits(output: Any, recorder: Recorder) -> LogitsRecord | None:
+    named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    logits = named if isinstance(named, torch.Tensor) else largest_floating(output)
+    if logits is None or logits.dim() < 2:
+        return None
+    shape, given = tuple(logits.shape), dtype_name(logits.dtype)
+    makers = [m for m in recorder.modules.values() if m.path and m.output_shape == shape and m.outputs_made]
+    maker = makers[-1] if makers else recorder.modules[""]
+    made = maker.outputs_made[0] if maker.outputs_made else given
+    copies = {made, given}
+    size = sum(logits.numel() * (2 if dtype in ("bf16", "fp16") else logits.element_size()) for dtype in copies)
+    return LogitsRecord(given, made, maker.path, shape, size)
+
+
+def _read_state(optimizer: Optimizer) -> list[OptimizerStateRecord]:
+    records: dict[tuple[str, str], OptimizerStateRecord] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                dtype = dtype_name(value.dtype)
+                record = records.setdefault((key, dtype), OptimizerStateRecord(key, dtype, 0, 0))
+                record.tensors += 1
+                record.numel += _local_numel(value)
+    return list(records.values())
+
+
+def _local_numel(tensor: torch.Tensor) -> int:
+    to_local = getattr(tensor, "to_local", None)  # a DTensor's own share
+    return int((to_local() if to_local is not None else tensor).numel())
+
+
+def _read_scaler(optimizer: Any) -> ScalerRecord | None:
+    """The gradient scaler on accelerate's optimizer wrapper; None where no optimizer was given."""
+    if optimizer is None:
+        return None
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is None:
+        return ScalerRecord(present=False)
+    enabled = bool(scaler.is_enabled())
+    return ScalerRecord(True, enabled, float(scaler.get_scale()) if enabled else None)
