@@ -1,16 +1,20 @@
 """Mixed precision that means the same thing under FSDP1, FSDP2, DDP and one device in the HF Trainer."""
 
+from .audit import record_precision
 from .callback import FSDPAutocast
 from .cpu import enable_cpu_fsdp
 from .patching import is_patched, patch_model, unpatch_model
 from .policy import PrecisionPolicy, resolve_policy
+from .report import PrecisionReport
 
 __all__ = [
     "FSDPAutocast",
     "PrecisionPolicy",
+    "PrecisionReport",
     "enable_cpu_fsdp",
     "is_patched",
     "patch_model",
+    "record_precision",
     "resolve_policy",
     "unpatch_model",
 ]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
-from transformers.utils import logging
 
 from .facts import RunFacts, find_disagreement, is_gradient_scaler_missing, read_facts
+from .log import get_logger
 from .patching import patch_model, patch_targets
 from .policy import LOW_DTYPES, PrecisionPolicy, check_preset, dtype_name, parse_dtype, resolve_policy
+from .report import PrecisionReport
 from .sharding import custom_policy, mend_units, read_units, set_plugin_policy, users_unit_policy
+from .step_audit import StepAudit, publish
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -26,6 +29,8 @@ class _Run:
     args: Any
     facts: RunFacts
     policy: PrecisionPolicy | None
+    audit: StepAudit | None = None
+    audited: bool = False
 
 
 class FSDPAutocast(TrainerCallback):
@@ -36,9 +41,11 @@ class FSDPAutocast(TrainerCallback):
     forward under autocast of the training dtype. Without FSDP it does nothing.
 
     Args:
-        preset: ``"amp"`` or ``"fsdp"``; see `hf_fsdp_amp.policy.PRESETS`.
+        preset: ``"amp"``, ``"fsdp"`` or ``"stock"``; see `hf_fsdp_amp.policy.PRESETS`.
         dtype: the training dtype; default is what the Trainer was told. Another one is refused.
         reduce_dtype: dtype of the gradient reduction: ``"fp32"`` (as DDP), ``"bf16"`` or ``"fp16"``.
+        audit: record the first optimizer step of a run, op by op, and report it; later steps cost nothing.
+        report_dir: folder for the report (``precision.json``); default is the Trainer's output folder.
 
     Raises:
         ValueError: unknown preset or dtype (here); settings that contradict each other (when the Trainer is built).
@@ -51,18 +58,24 @@ class FSDPAutocast(TrainerCallback):
         *,
         dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype = "fp32",
+        audit: bool = True,
+        report_dir: str | Path | None = None,
     ) -> None:
         check_preset(preset)
         self.preset = preset
         self.dtype = None if dtype is None else parse_dtype(dtype, "dtype", LOW_DTYPES)
         self.reduce_dtype = parse_dtype(reduce_dtype, "reduce_dtype")
+        self.audit = audit
+        self.report_dir = report_dir
+        self.report: PrecisionReport | None = None
+        """The audit of the last audited run, on every rank; None before its first step has ended."""
         self._runs: dict[int, _Run] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the policy on accelerate's plugin and patch the model, before anything shards or runs it."""
         model = kwargs.get("model")
         run = self._start(args, model)
-        if run.policy is None or model is None:
+        if run.policy is None or model is None or self.preset == "stock":
             return
         if run.facts.sharded_at_load and run.policy.preset != "custom":
             mend_units(model, run.policy)
@@ -75,7 +88,7 @@ class FSDPAutocast(TrainerCallback):
         run = self._runs.get(id(args))
         if run is None:  # added with trainer.add_callback(): on_init_end never came
             run = self._start(args, model)
-        if run.policy is None:
+        if run.policy is None or self.preset == "stock":
             return
         self._check_sharded(model, run)
         if run.policy.preset != "custom" and (mended := mend_units(model, run.policy)):
@@ -93,11 +106,29 @@ class FSDPAutocast(TrainerCallback):
                 "Use bf16=True, or a device accelerate scales gradients on.",
             )
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to record, if this is the first step of the run."""
+        run = self._runs.get(id(args))
+        if not self.audit or run is None or run.policy is None or run.audited:
+            return
+        run.audit = StepAudit(kwargs["model"], run.policy, run.facts, step=state.global_step + 1)
+        run.audit.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the recording, and publish it on rank 0."""
+        run = self._runs.get(id(args))
+        if run is None or run.audit is None:
+            return
+        self.report = run.audit.stop(kwargs.get("optimizer"))
+        run.audit, run.audited = None, True
+        if run.facts.is_main_process:
+            publish(self.report, self.report_dir or args.output_dir)
+
     def _start(self, args: Any, model: nn.Module | None) -> _Run:
         facts = read_facts(args, model)
         run = _Run(args, facts, self._resolve(facts))
         self._runs[id(args)] = run
-        if run.policy is None:
+        if run.policy is None or self.preset == "stock":
             return run
         own = None
         if facts.plugin is None and model is not None:
@@ -123,9 +154,11 @@ class FSDPAutocast(TrainerCallback):
                 f"FSDPAutocast(dtype={dtype_name(self.dtype)!r}) but the Trainer trains in mixed precision "
                 f"{facts.mixed_precision!r}: set {dtype_name(self.dtype)}=True in TrainingArguments or leave dtype out."
             )
-        if reason := why_inactive(facts):
+        if self.preset != "stock" and (reason := why_inactive(facts)):
             log = logger.warning if facts.fsdp_requested and facts.fsdp_version == 0 else logger.info
             _say(facts, log, reason)
+            return None
+        if facts.mixed_precision not in LOW_DTYPES:  # "stock" in a run without mixed precision
             return None
         return resolve_policy(
             self.preset,

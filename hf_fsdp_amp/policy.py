@@ -12,6 +12,7 @@ import torch
 PRESETS: dict[str, str] = {
     "amp": "gather parameters in the training dtype, autocast around the forward, reduce gradients in fp32",
     "fsdp": "FSDP's own MixedPrecision alone, no autocast",
+    "stock": "what accelerate does by itself; nothing is changed, for audits and comparisons",
 }
 
 LOW_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,12 +147,22 @@ def resolve_policy(
             policy, param_dtype=None, reduce_dtype=None, cast_forward_inputs=False, autocast=preset != "fsdp"
         )
     match preset:
+        case "stock":
+            return _stock(policy)
         case "amp":
             # Inputs stay as they are: autocast casts what its ops want, and a cast at the boundary would round
             # what plain AMP keeps in fp32 (position biases, rotary tables, attention masks).
             return replace(policy, cast_forward_inputs=False)
         case _:  # "fsdp"
             return replace(policy, autocast=False)
+
+
+def _stock(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """accelerate 0.24 to 1.15: FSDP1 autocasts and rounds its buffers, FSDP2 rounds its output and has no autocast."""
+    low = policy.dtype
+    if policy.fsdp_version == 1:
+        return replace(policy, reduce_dtype=low, buffer_dtype=low)
+    return replace(policy, reduce_dtype=low, output_dtype=low, autocast=False)
 
 
 def check_preset(preset: str) -> None:

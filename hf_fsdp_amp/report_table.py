@@ -151,8 +151,9 @@ def brace(names: list[str]) -> str:
     """Names folded by their common start and end, cut at underscores: ``{q,k,v,o}_proj``, ``norm_{1,2}``."""
     if len(names) == 1:
         return names[0]
-    start = _cut(os.path.commonprefix(names))
-    end = _cut(os.path.commonprefix([name[len(start) :][::-1] for name in names]))[::-1]
+    # character by character is what is wanted here: these are names, not paths
+    start = _cut(os.path.commonprefix(names))  # noqa: RUF071
+    end = _cut(os.path.commonprefix([name[len(start) :][::-1] for name in names]))[::-1]  # noqa: RUF071
     middles = [name[len(start) : len(name) - len(end)] for name in names]
     return f"{start}{{{','.join(middles)}}}{end}"
 

@@ -10,6 +10,7 @@ Add --use_cpu to rehearse the same on CPU.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ from finetune_report import draw_losses, sample, write_card
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp
+from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp, log
 
 SAMPLE_PROMPT = "# json\ndef dumps(obj, indent=None):\n"
 
@@ -34,7 +35,7 @@ class PrecisionArguments:
     """How mixed precision is done under FSDP."""
 
     preset: str = field(
-        default="amp", metadata={"help": "Preset of FSDPAutocast, or `stock`: what the Trainer does without it."}
+        default="amp", metadata={"help": "Preset of FSDPAutocast; `stock` is what the Trainer does without it."}
     )
     reduce_dtype: str = field(default="fp32", metadata={"help": "Dtype of the gradient reduction."})
 
@@ -49,6 +50,7 @@ class SampleArguments:
 
 def main() -> int:
     """Train; the exit code is 0, or 2 after one line on what is wrong with the arguments or the data."""
+    logging.getLogger(log.ROOT).setLevel(logging.INFO)  # the table of the run's dtypes
     enable_cpu_fsdp()  # no effect on another device; before the Trainer builds accelerate's state
     code = 1
     try:
@@ -90,9 +92,7 @@ def parse() -> tuple[ModelArguments, DataArguments, PrecisionArguments, SampleAr
 
 
 def callbacks_for(arguments: PrecisionArguments) -> list[TrainerCallback]:
-    """The callback of the preset; none for `stock`. Raises UsageError on unknown options."""
-    if arguments.preset == "stock":
-        return []
+    """The callback of the preset; `stock` only audits. Raises UsageError on unknown options."""
     try:
         return [FSDPAutocast(arguments.preset, reduce_dtype=arguments.reduce_dtype)]
     except ValueError as error:

@@ -446,7 +446,7 @@ class captured:  # noqa: N801
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
-        logger = logging.getLogger("hf_fsdp_amp.callback")
+        logger = logging.getLogger("transformers.hf_fsdp_amp.callback")
         self.previous, self.logger = logger.level, logger
         self.handler = logging.Handler()
         self.handler.emit = lambda record: self.lines.append(record.getMessage())  # type: ignore[method-assign]
