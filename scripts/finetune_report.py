@@ -39,7 +39,7 @@ def draw_losses(history: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def sample(folder: str, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, dtype: torch.dtype) -> str:
-    """Greedy continuation of `prompt` by the saved model, on this process alone.
+    """A continuation of `prompt` by the saved model, sampled with a fixed seed, on this process alone.
 
     From the saved files and not from the sharded model: FSDP1's `generate` fails ("'weight' must be 2-D",
     transformers 5.24), and this shows besides that what was saved can be used.
@@ -53,12 +53,15 @@ def sample(folder: str, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     enabled = dtype is not torch.float32
+    torch.manual_seed(0)
     with torch.no_grad(), torch.autocast("cpu", dtype if enabled else None, enabled=enabled):
         output = model.generate(
             inputs["input_ids"],
             attention_mask=torch.ones_like(inputs["input_ids"]),
             max_new_tokens=tokens,
-            do_sample=False,
+            do_sample=True,
+            temperature=0.7,
+            top_k=40,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
         )

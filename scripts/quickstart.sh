@@ -16,13 +16,13 @@ fi
 
 train() {
     "$python" -m torch.distributed.run --standalone --nproc-per-node=2 scripts/finetune_mpt.py \
-        --use_cpu --bf16 --seed 0 --learning_rate 2e-3 --per_device_train_batch_size 4 --block_size 128 \
+        --use_cpu --bf16 --seed 0 --learning_rate 3e-3 --per_device_train_batch_size 4 --block_size 128 \
         --report_to none --logging_steps 10 "$@"
 }
 
 echo "== Fine-tuning with FSDPAutocast under FSDP2"
 train --fsdp --fsdp_config scripts/configs/fsdp2.json --preset amp --output_dir "$out" \
-    --max_steps 150 --warmup_steps 10 --save_steps 75 --eval_strategy steps --eval_steps 75
+    --max_steps 400 --warmup_steps 20 --save_steps 200 --eval_strategy steps --eval_steps 100
 echo "== One step each without it, for comparison: stock FSDP2, and DDP, which FSDP should equal"
 one_step=(--preset stock --max_steps 1 --save_strategy no --sample_tokens 0 --max_rows 1500)
 train "${one_step[@]}" --fsdp --fsdp_config scripts/configs/fsdp2.json --output_dir "$out/stock" >"$out/stock.log" 2>&1
