@@ -251,7 +251,7 @@ def _find_loss(output: Any) -> torch.Tensor | None:
     if loss is None:
         candidates = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))[:1]
         loss = next((t for t in candidates if t.dim() == 0 and t.is_floating_point()), None)
-    # a copy: the Trainer scales its loss in place afterwards (num_items_in_batch across ranks, transformers 4.46 to 5.24)
+    # a copy: the Trainer scales its loss in place afterwards (by the ranks, for num_items_in_batch; 4.46 to 5.24)
     return loss.detach().clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
