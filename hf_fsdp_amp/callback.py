@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
+from .costs import gathered_bytes
 from .facts import RunFacts, find_disagreement, is_gradient_scaler_missing, read_facts
+from .fp32_choice import Fp32Choice, choose_fp32
 from .log import get_logger
+from .param_dtypes import pin_fp32
 from .patching import patch_model, patch_targets
 from .policy import LOW_DTYPES, PrecisionPolicy, check_preset, dtype_name, parse_dtype, resolve_policy
 from .report import PrecisionReport
@@ -29,6 +33,7 @@ class _Run:
     args: Any
     facts: RunFacts
     policy: PrecisionPolicy | None
+    fp32: Fp32Choice = field(default_factory=Fp32Choice)
     audit: StepAudit | None = None
     audited: bool = False
 
@@ -41,9 +46,10 @@ class FSDPAutocast(TrainerCallback):
     forward under autocast of the training dtype. Without FSDP it does nothing.
 
     Args:
-        preset: ``"amp"``, ``"fsdp"`` or ``"stock"``; see `hf_fsdp_amp.policy.PRESETS`.
+        preset: ``"amp"``, ``"exact"``, ``"fsdp"`` or ``"stock"``; see `hf_fsdp_amp.policy.PRESETS`.
         dtype: the training dtype; default is what the Trainer was told. Another one is refused.
         reduce_dtype: dtype of the gradient reduction: ``"fp32"`` (as DDP), ``"bf16"`` or ``"fp16"``.
+        keep_fp32: regular expressions; parameters whose name one of them matches are gathered in fp32 (FSDP2).
         audit: record the first optimizer step of a run, op by op, and report it; later steps cost nothing.
         report_dir: folder for the report (``precision.json``); default is the Trainer's output folder.
 
@@ -58,6 +64,7 @@ class FSDPAutocast(TrainerCallback):
         *,
         dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype = "fp32",
+        keep_fp32: Iterable[str] = (),
         audit: bool = True,
         report_dir: str | Path | None = None,
     ) -> None:
@@ -65,6 +72,7 @@ class FSDPAutocast(TrainerCallback):
         self.preset = preset
         self.dtype = None if dtype is None else parse_dtype(dtype, "dtype", LOW_DTYPES)
         self.reduce_dtype = parse_dtype(reduce_dtype, "reduce_dtype")
+        self.keep_fp32 = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.audit = audit
         self.report_dir = report_dir
         self.report: PrecisionReport | None = None
@@ -79,6 +87,7 @@ class FSDPAutocast(TrainerCallback):
             return
         if run.facts.sharded_at_load and run.policy.preset != "custom":
             mend_units(model, run.policy)
+        run.fp32 = self._choose_fp32(model, run)
         # Already now, so that evaluate() before train(), and callbacks that run the model first, get autocast too.
         self._patch(model, run.policy)
 
@@ -88,6 +97,7 @@ class FSDPAutocast(TrainerCallback):
         run = self._runs.get(id(args))
         if run is None:  # added with trainer.add_callback(): on_init_end never came
             run = self._start(args, model)
+            run.fp32 = self._choose_fp32(model, run)
         if run.policy is None or self.preset == "stock":
             return
         self._check_sharded(model, run)
@@ -97,6 +107,8 @@ class FSDPAutocast(TrainerCallback):
                 logger.warning,
                 f"{len(mended)} FSDP units had another policy and were set to: {run.policy.describe()}.",
             )
+        if run.fp32.names:
+            pin_fp32(model, run.fp32.names)
         self._patch(model, run.policy)
         if run.policy.dtype is torch.float16 and is_gradient_scaler_missing(kwargs.get("optimizer")):
             _say(
@@ -166,7 +178,20 @@ class FSDPAutocast(TrainerCallback):
             fsdp_version=facts.fsdp_version,
             device_type=facts.device_type,
             reduce_dtype=self.reduce_dtype,
+            keep_fp32=self.keep_fp32,
         )
+
+    @staticmethod
+    def _choose_fp32(model: nn.Module, run: _Run) -> Fp32Choice:
+        """What stays in fp32; before the model is patched, for its forward is traced. Says how, and what it costs."""
+        if run.policy is None or run.policy.preset in ("stock", "custom"):
+            return Fp32Choice()
+        choice = choose_fp32(model, run.policy, run.facts.world_size)
+        for line in choice.lines:
+            _say(run.facts, logger.info, line)
+        if run.policy.preset == "exact" and run.policy.fsdp_version == 1:
+            _say(run.facts, logger.warning, _fsdp1_exact_cost(model, run.policy, run.facts.world_size))
+        return choice
 
     @staticmethod
     def _check_sharded(model: nn.Module, run: _Run) -> None:
@@ -184,6 +209,14 @@ class FSDPAutocast(TrainerCallback):
         dtype = policy.dtype if policy.autocast else torch.float32
         patch_model(model, dtype, device_type=policy.device_type, cache_enabled=policy.cache_enabled)
         logger.debug("patched %s", [type(target).__name__ for target in patch_targets(model)])
+
+
+def _fsdp1_exact_cost(model: nn.Module, policy: PrecisionPolicy, world_size: int) -> str:
+    low = gathered_bytes(model, policy.dtype, (), world_size)
+    return (
+        f"preset 'exact' under FSDP1 gathers every parameter in fp32, {2 * low / 2**20:.1f} MiB a pass instead of "
+        f"{low / 2**20:.1f}: its flat parameters have one dtype per unit. FSDP2 (fsdp_config version 2) needs less."
+    )
 
 
 def why_inactive(facts: RunFacts) -> str | None:

@@ -6,6 +6,7 @@ file that touches accelerate's shared state, read in accelerate 0.23 to 1.15; `t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -28,6 +29,7 @@ def enable_cpu_fsdp() -> None:
         * the state's `distributed_type` is FSDP and the plugin gets its mixed precision, as on a GPU;
         * the device carries no index (FSDP1 rejects ``cpu:0``);
         * `sync_module_states` is off (FSDP1 demands a GPU for it): every rank must load the same weights;
+        * offloaded parameters are not pinned (FSDP2; pinning asks for a GPU driver);
         * full state dicts are not "offloaded" to the CPU (a segfault in FSDP1, torch 2.13 and 2.14).
 
     Raises:
@@ -83,6 +85,8 @@ def _without_sync(post_init: Any) -> Any:
         if _runs_on_cpu() and version == 1:
             _turn_off_sync(self)
         post_init(self)
+        if _runs_on_cpu() and getattr(self.cpu_offload, "pin_memory", False):  # FSDP2's CPUOffloadPolicy
+            self.cpu_offload = dataclasses.replace(self.cpu_offload, pin_memory=False)
 
     return __post_init__
 

@@ -11,6 +11,7 @@ import torch
 
 PRESETS: dict[str, str] = {
     "amp": "gather parameters in the training dtype, autocast around the forward, reduce gradients in fp32",
+    "exact": "what plain AMP on unsharded fp32 parameters computes, op for op",
     "fsdp": "FSDP's own MixedPrecision alone, no autocast",
     "stock": "what accelerate does by itself; nothing is changed, for audits and comparisons",
 }
@@ -123,7 +124,7 @@ def resolve_policy(
         fsdp_version: 0 (no FSDP: autocast alone), 1 or 2.
         device_type: device type the model computes on.
         reduce_dtype: dtype of the gradient reduction; fp32 is what DDP does with fp32 parameters.
-        keep_fp32: regular expressions of parameter names to gather in fp32.
+        keep_fp32: regular expressions of parameter names to gather in fp32 (FSDP2).
 
     Raises:
         ValueError: unknown preset, dtype or FSDP version.
@@ -149,6 +150,8 @@ def resolve_policy(
     match preset:
         case "stock":
             return _stock(policy)
+        case "exact":
+            return _exact(policy)
         case "amp":
             # Inputs stay as they are: autocast casts what its ops want, and a cast at the boundary would round
             # what plain AMP keeps in fp32 (position biases, rotary tables, attention masks).
@@ -163,6 +166,23 @@ def _stock(policy: PrecisionPolicy) -> PrecisionPolicy:
     if policy.fsdp_version == 1:
         return replace(policy, reduce_dtype=low, buffer_dtype=low)
     return replace(policy, reduce_dtype=low, output_dtype=low, autocast=False)
+
+
+def _exact(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """FSDP2 gathers low what autocast casts anyway (see `hf_fsdp_amp.fp32_choice`); FSDP1 gathers all in fp32.
+
+    FSDP1's flat parameters have one dtype per unit, so that fp32 is the only gather with plain AMP's numbers. The
+    cache stays on under FSDP2, as under DDP: a weight used several times then accumulates its gradient in the low
+    dtype (torch's default); under FSDP1's fp32 gather it would hold a copy of every weight, and is off.
+    """
+    if policy.reduce_dtype is not torch.float32:
+        raise ValueError(
+            f"preset='exact' reduces gradients in fp32, as DDP does: reduce_dtype={dtype_name(policy.reduce_dtype)!r} "
+            "is for preset='amp'."
+        )
+    if policy.fsdp_version == 1:
+        return replace(policy, param_dtype=None, cast_forward_inputs=False, cache_enabled=False)
+    return replace(policy, cast_forward_inputs=False)
 
 
 def check_preset(preset: str) -> None:

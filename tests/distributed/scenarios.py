@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp, is_patched, patch_model, unpatch_model
 from hf_fsdp_amp.cpu import disable_cpu_fsdp
+from hf_fsdp_amp.param_dtypes import canonical_name
 from hf_fsdp_amp.sharding import read_units
 
 from .training import LookingTrainer, arguments, tiny_llama, tiny_mpt, tokens
@@ -65,7 +66,7 @@ def digest(model: nn.Module) -> str:
 
 
 def _hash(model: nn.Module, sha: Any) -> None:
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted((canonical_name(n), p) for n, p in model.named_parameters()):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         sha.update(name.encode() + full.detach().float().clone().numpy().tobytes())
 

@@ -131,7 +131,7 @@ def test_recompute_changes_no_loss(ran: Ran) -> None:
 def test_compile_has_no_more_breaks_and_no_recompiles(ran: Ran) -> None:
     ours, stock = result(ran, "compiled"), result(ran, "compiled_stock")
     assert 0 < ours["breaks"] <= stock["breaks"], (ours["why"], stock["why"])
-    assert 0 < ours["compiles"][0] == ours["compiles"][-1]
+    assert 0 < ours["compiles"][1] == ours["compiles"][-1]  # the audited first step runs eagerly
     assert ours["autocast"] == [BF16]
     assert ours["loss"] == [FP32]
 
