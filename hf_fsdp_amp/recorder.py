@@ -6,7 +6,7 @@ Used by the live audit and, over fake tensors, by a dry run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ class Recorder:
         self.modules: dict[str, ModuleRecord] = {}
         self.autocast: dict[tuple[Any, ...], AutocastRecord] = {}
         self.collectives: dict[tuple[Any, ...], CollectiveRecord] = {}
-        self.accumulation: dict[tuple[str, str], AccumulationRecord] = {}
+        self.accumulation: dict[tuple[str, str, str], AccumulationRecord] = {}
         self.sequence: list[int] | None = [] if keep_sequence else None
         self.gradient_shapes: set[tuple[int, ...]] = {tuple(p.shape) for p in model.parameters()}
         self.in_optimizer = False
@@ -241,7 +241,8 @@ class Recorder:
         if not by_hook or tuple(into.shape) not in self.gradient_shapes:
             return
         dtype = dtype_name(into.dtype)
-        record = self.accumulation.setdefault((dtype, path), AccumulationRecord(dtype, path))
+        by: Literal["parameter", "graph"] = "graph" if node is None else "parameter"
+        record = self.accumulation.setdefault((dtype, path, by), AccumulationRecord(dtype, path, by))
         record.count += 1
 
 

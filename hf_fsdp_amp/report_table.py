@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 20
 MAX_FINDINGS = 6
-_LABEL_WIDTH = 35
+_LABEL_WIDTH = 33
 _MARK = {"error": "E", "warning": "W", "note": "n"}
 _STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -151,11 +151,15 @@ def brace(names: list[str]) -> str:
     """Names folded by their common start and end, cut at underscores: ``{q,k,v,o}_proj``, ``norm_{1,2}``."""
     if len(names) == 1:
         return names[0]
-    # character by character is what is wanted here: these are names, not paths
-    start = _cut(os.path.commonprefix(names))  # noqa: RUF071
-    end = _cut(os.path.commonprefix([name[len(start) :][::-1] for name in names]))[::-1]  # noqa: RUF071
+    start = _cut(_common_start(names))
+    end = _cut(_common_start([name[len(start) :][::-1] for name in names]))[::-1]
     middles = [name[len(start) : len(name) - len(end)] for name in names]
     return f"{start}{{{','.join(middles)}}}{end}"
+
+
+def _common_start(names: list[str]) -> str:
+    columns = zip(*names)  # noqa: B905  (the shortest name ends it)
+    return "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _cut(common: str) -> str:

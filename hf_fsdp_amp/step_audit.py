@@ -1,75 +1,97 @@
-"""Audit one optimizer step of a run: start before it, stop after it, then publish the report."""
+"""`StepAudit`: record one optimizer step of a running Trainer, judge it, write the report."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.utils import logging
 
 from .audit import LiveRecording
-from .facts import RunFacts
-from .log import get_logger
-from .patching import unwrap_model
-from .policy import PrecisionPolicy
+from .contract import Contract
+from .findings import find_faults
+from .recorder import class_name
 from .report import PrecisionReport, RunRecord
 from .trace import Trace
 
-logger = get_logger(__name__)
-
-JSON_NAME = "precision.json"
+logger = logging.get_logger(__name__)
 
 
 class StepAudit:
-    """The recording of one step, and what run it is of.
+    """Records from `start` to `stop`; before and after there is nothing of it on the model.
+
+    Start it before the step's first forward (``on_step_begin``), stop it after the optimizer has stepped
+    (``on_optimizer_step``; in releases without that event ``on_step_end``, where gradients are gone, but were read
+    before the optimizer's step). A forward that raises ends it by itself.
 
     Args:
-        model: the model as it is trained.
-        policy: the policy in force.
-        facts: how the run is set up.
-        step: the optimizer step that is about to begin, from 1.
+        model: the model, sharded or wrapped as it is trained.
+        contract: what the run's settings promise.
+        run: what the report shall say about the run; what the contract knows is filled in.
+        reference: a trace of the same model under plain AMP, where there is one.
     """
 
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy, facts: RunFacts, step: int) -> None:
-        self.recording = LiveRecording(model, device_type=policy.device_type)
-        self.run = RunRecord(
-            model=_class_name(model),
-            preset=policy.preset,
-            dtype=facts.mixed_precision,
-            policy=policy.describe(),
-            fsdp_version=facts.fsdp_version,
-            distributed_type=facts.distributed_type,
-            device_type=policy.device_type,
-            world_size=facts.world_size,
-            step=step,
-        )
+    def __init__(
+        self, model: nn.Module, contract: Contract, run: RunRecord | None = None, reference: Trace | None = None
+    ) -> None:
+        self.contract = contract
+        self.reference = reference
+        name = class_name(unwrap(model))
+        how = {"preset": contract.preset, "dtype": contract.dtype, "fsdp_version": contract.fsdp_version}
+        where = {"distributed_type": contract.distributed_type, "device_type": contract.device_type}
+        self.run = replace(run or RunRecord(), model=name, **how, **where)  # type: ignore[arg-type]
+        self._recording: LiveRecording | None = LiveRecording(model, device_type=contract.device_type)
+
+    @property
+    def running(self) -> bool:
+        """Whether it records now."""
+        return self._recording is not None and self._recording.running
 
     def start(self) -> None:
-        """Begin to record; every op costs a Python call until `stop`."""
-        self.recording.start()
+        """Begin to record.
 
-    def stop(self, optimizer: Any) -> PrecisionReport:
-        """Remove everything that records, and report.
+        Raises:
+            RuntimeError: it has been stopped: one audit records one step.
+        """
+        if self._recording is None:
+            raise RuntimeError("this StepAudit has been stopped: make a new one for another step.")
+        self._recording.start()
+
+    def stop(self, optimizer: Any = None) -> PrecisionReport:
+        """End the recording and judge it.
 
         Args:
-            optimizer: the optimizer, accelerate's wrapper or torch's own.
+            optimizer: accelerate's optimizer wrapper, for the gradient scaler on it.
+
+        Raises:
+            RuntimeError: it has been stopped before.
         """
-        trace = self.recording.stop(Trace(device_type=self.recording.device_type), optimizer)
-        return PrecisionReport(trace, run=self.run)
+        if self._recording is None:
+            raise RuntimeError("this StepAudit has been stopped.")
+        trace = self._recording.stop(Trace(device_type=self.contract.device_type), optimizer)
+        self._recording = None  # holds the model
+        return PrecisionReport(trace, find_faults(trace, self.contract, self.reference), self.run)
 
 
-def publish(report: PrecisionReport, folder: str | Path) -> Path:
-    """Write the report as JSON into `folder` and log its table; returns the JSON's path. For rank 0."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside DDP, FSDP1 or torch.compile."""
+    children = dict(model.named_children())
+    name, inner = next(iter(children.items()), ("", model))
+    wraps = len(children) == 1 and name in ("_orig_mod", "module", "_fsdp_wrapped_module")
+    return unwrap(inner) if wraps else model
+
+
+def write_report(report: PrecisionReport, folder: str | Path) -> list[Path]:
+    """Write ``precision.json`` and, where jinja2 is installed, ``precision.html``; returns what was written."""
+    from .report_html import save_html
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = report.save(folder / JSON_NAME)
+    written = [report.save(folder / "precision.json")]
     try:
-        text = report.to_text()
-    except ImportError as error:  # rich is an extra
-        text = str(error)
-    logger.info("precision of step %d, also in %s:\n%s", report.run.step, path, text)
-    return path
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(unwrap_model(model)).__name__.removeprefix("FSDP")
+        written.append(save_html(report, folder / "precision.html"))
+    except ImportError as error:
+        logger.warning(f"hf_fsdp_amp: {error}")
+    return written

@@ -169,10 +169,19 @@ class AutocastRecord:
 
 @dataclass
 class AccumulationRecord:
-    """In-place sums of a parameter's gradient (several micro-batches, or a weight used several times), by dtype."""
+    """In-place sums of a parameter's gradient, by dtype.
+
+    Args:
+        dtype: dtype of the sum.
+        module: module whose parameter it is, where known.
+        by: ``parameter``: into `.grad` or FSDP's own store, so over micro-batches; ``graph``: between two autograd
+            nodes, over the uses of one weight, or (FSDP2's root) over micro-batches.
+        count: number of sums.
+    """
 
     dtype: str
     module: str
+    by: Literal["parameter", "graph"] = "parameter"
     count: int = 0
 
 
