@@ -109,8 +109,9 @@ class Recorder:
     @property
     def phase(self) -> Phase:
         """What is running now."""
-        if in_backward():  # gradients are on only where a checkpoint runs the forward again
-            return "recompute" if self._stack or torch.is_grad_enabled() else "backward"
+        if in_backward():  # between two calls of a recompute gradients are on, as they are in FSDP1's own hooks
+            recomputing = self._stack or (self._recomputed and torch.is_grad_enabled())
+            return "recompute" if recomputing else "backward"
         if self._stack:
             return "forward"
         return "optimizer" if self.in_optimizer else "outside"
@@ -140,6 +141,10 @@ class Recorder:
             return
         record = self.modules[path]
         record.inputs_seen = _merge(record.inputs_seen, floating_dtypes((args, kwargs)))
+        if path or len(self.modules) == 1:  # autocast wrapped around the root's forward begins after its hooks
+            self._note_autocast(path, record)
+
+    def _note_autocast(self, path: str, record: ModuleRecord) -> None:
         enabled, dtype, cache = read_autocast(self.device_type)
         phase: Phase = "recompute" if in_backward() else "forward"
         state = dtype if enabled else "off"

@@ -91,8 +91,8 @@ def norm_half(case: Case) -> Iterator[Finding]:
         if any(p.storage in HALF for p in weights):
             severity = "error" if stored < 0.5 else "warning"
         evidence = f"{len(members)} {members[0][0].cls}: {members[0][1]}."
-        fix = "preset 'exact' gathers norm weights in fp32" if case.contract.fsdp_version else "keep the norm in fp32"
-        yield Finding("norm-half", severity, kind, evidence, f"{fix}; " + _AUTOCAST_FIX)
+        fix = "FSDPAutocast('exact') gathers norm weights in fp32." if case.contract.fsdp_version else _KEEP_FP32
+        yield Finding("norm-half", severity, kind, evidence, fix)
 
 
 def _norm_evidence(case: Case, module: ModuleRecord) -> str | None:
@@ -145,7 +145,9 @@ def embedding_half(case: Case) -> Iterator[Finding]:
             found.setdefault(kind_of(module.path), []).extend(weights)
     for kind, weights in found.items():
         evidence = f"output {weights[0].compute}; plain AMP's residual stream starts in {weights[0].storage}."
-        yield Finding("embedding-half", case.deviation, kind, evidence, "preset 'exact' gathers embeddings in fp32.")
+        yield Finding(
+            "embedding-half", case.deviation, kind, evidence, "FSDPAutocast('exact') gathers embeddings in fp32."
+        )
 
 
 def buffer_half(case: Case) -> Iterator[Finding]:
@@ -231,6 +233,7 @@ def dtype_changes_across_norm(case: Case) -> Iterator[Finding]:
             yield Finding("dtype-changes-across-norm", "error", kind, evidence, _AUTOCAST_FIX)
 
 
+_KEEP_FP32 = "keep the norm's weights and input in fp32."
 _AUTOCAST_FIX = "autocast in the training dtype around the forward (FSDPAutocast)."
 
 

@@ -53,11 +53,7 @@ def loss_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
 
 def reduce_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
     """Gradients are summed over ranks in half precision; plain AMP reduces fp32 gradients in fp32."""
-    found = [
-        c
-        for c in trace.collectives
-        if c.kind in ("reduce_scatter", "all_reduce") and c.phase == "backward" and c.dtype in HALF
-    ]
+    found = [c for c in trace.gradient_reductions() if c.dtype in HALF]
     if not found:
         return
     dtype, ranks = found[0].dtype, max(c.group_size for c in found)

@@ -288,6 +288,11 @@ class Trace:
         """Bytes of all all-gathers together, of one phase or of all."""
         return sum(c.bytes for c in self.collectives if c.kind == "all_gather" and phase in (None, c.phase))
 
+    def gradient_reductions(self) -> list[CollectiveRecord]:
+        """The collectives that sum gradients over ranks; not those of clipping, buffers or bookkeeping."""
+        floating = [c for c in self.collectives if c.phase == "backward" and not c.dtype.startswith(("int", "uint"))]
+        return [c for c in floating if c.kind in ("reduce_scatter", "all_reduce")]
+
 
 def to_plain(record: Any) -> dict[str, Any]:
     """A record as plain data; fields that hold their default are left out."""

@@ -32,9 +32,7 @@ def report_scalars(report: PrecisionReport) -> dict[str, float]:
         "precision/half_op_share": half / max(1, sum(op.count for op in forward)),
         "precision/autocast_on": float(any(state != "off" for state in autocast_states(trace))),
         "precision/all_gathered_bytes": float(trace.gathered_bytes()),
-        "precision/reduced_bytes": float(
-            sum(c.bytes for c in trace.collectives if c.kind in ("reduce_scatter", "all_reduce"))
-        ),
+        "precision/reduced_bytes": float(sum(c.bytes for c in trace.gradient_reductions())),
     }
     if trace.logits is not None:
         scalars["precision/logits_bytes"] = float(trace.logits.bytes)
