@@ -64,7 +64,7 @@ class PrecisionAudit(TrainerCallback):
         settings["gradient_accumulation_steps"] = str(args.gradient_accumulation_steps)
         run = RunRecord(world_size=args.world_size, step=state.global_step + 1, args=settings)
         run.policy = policy.describe() if policy is not None else ""
-        self._audit = StepAudit(model, contract, run)
+        self._audit = StepAudit(model, contract, run, compiled=bool(getattr(args, "torch_compile", False)))
         self._audit.start()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -80,6 +80,7 @@ class Recorder:
         self._index: dict[tuple[Any, ...], int] = {}
         self._stack: list[tuple[int, str]] = []
         self._recomputed = ""  # module whose forward is being recomputed without its hooks having run
+        self._called: dict[str, None] = {}
         self._paths: dict[int, str] = {}
         self._outermost: set[int] = set()
         self._innermost: set[int] = set()
@@ -106,6 +107,10 @@ class Recorder:
         """The clean path of one of the model's modules."""
         return self._paths[id(module)]
 
+    def called_modules(self) -> list[ModuleRecord]:
+        """The modules that ran, in order of their first call."""
+        return [self.modules[path] for path in self._called]
+
     @property
     def phase(self) -> Phase:
         """What is running now."""
@@ -127,6 +132,7 @@ class Recorder:
         label_nodes(tensors_in((args, kwargs)), self, self._running(None))
         self._stack.append((id(module), path))
         record = self.modules[path]
+        self._called.setdefault(path)
         if id(module) in self._outermost:
             record.inputs_given = _merge(record.inputs_given, floating_dtypes((args, kwargs)))
             if in_backward():

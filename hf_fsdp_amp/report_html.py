@@ -102,7 +102,9 @@ def dtype_class(dtypes: Any) -> str:
     if len(names) > 1:
         return "mix"
     name = names[0]
-    return name if name in ("bf16", "fp16", "fp32", "off") else ("fp8" if name.startswith("float8") else "none")
+    if name.startswith(("float8", "fp8")):
+        return "fp8"
+    return name if name in ("bf16", "fp16", "fp32") else "none"
 
 
 def _nearest(boxes: dict[str, Box], kind: str) -> Box:

@@ -31,10 +31,16 @@ class StepAudit:
         contract: what the run's settings promise.
         run: what the report shall say about the run; what the contract knows is filled in.
         reference: a trace of the same model under plain AMP, where there is one.
+        compiled: torch.compile is known to wrap the model from outside.
     """
 
     def __init__(
-        self, model: nn.Module, contract: Contract, run: RunRecord | None = None, reference: Trace | None = None
+        self,
+        model: nn.Module,
+        contract: Contract,
+        run: RunRecord | None = None,
+        reference: Trace | None = None,
+        compiled: bool = False,
     ) -> None:
         self.contract = contract
         self.reference = reference
@@ -42,7 +48,9 @@ class StepAudit:
         how = {"preset": contract.preset, "dtype": contract.dtype, "fsdp_version": contract.fsdp_version}
         where = {"distributed_type": contract.distributed_type, "device_type": contract.device_type}
         self.run = replace(run or RunRecord(), model=name, **how, **where)  # type: ignore[arg-type]
-        self._recording: LiveRecording | None = LiveRecording(model, device_type=contract.device_type)
+        self._recording: LiveRecording | None = LiveRecording(
+            model, device_type=contract.device_type, compiled=compiled
+        )
 
     @property
     def running(self) -> bool:

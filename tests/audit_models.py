@@ -138,10 +138,11 @@ def train_step(
     """
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.arange(16).reshape(2, 8)
+    run = model if call is None else call
     with record_precision(model, **options) as trace:
         for _ in range(micro_batches):
             with autocast(dtype):
-                loss = (call or model)(ids)["loss"]
+                loss = run(ids)["loss"]
             loss.backward()
         optimizer.step()
     return trace
