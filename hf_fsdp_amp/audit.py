@@ -1,4 +1,4 @@
-"""Trace a live training step: `record_precision`, and `StepAudit` for callbacks."""
+"""Trace a live training step: `record_precision`, and `LiveRecording` for callers that are no `with` block."""
 
 from __future__ import annotations
 

@@ -9,21 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
-from transformers.utils import logging
 
 from .contract import make_contract
 from .facts import RunFacts, find_disagreement, read_facts
 from .findings import describe_findings
 from .policy import PrecisionPolicy
 from .report import PrecisionReport, RunRecord
-from .step_audit import StepAudit, write_report
+from .step_audit import StepAudit, publish
 from .trackers import log_report
-
-logger = logging.get_logger(__name__)
 
 
 class PrecisionAudit(TrainerCallback):
-    """Audit the first optimizer step: log what was found, write ``precision.json`` and ``precision.html``.
+    """Audit each Trainer's first optimizer step: log findings, write ``precision.json`` and ``precision.html``.
 
     It only looks. `FSDPAutocast` uses it for ``audit=True``; alone it shows what a stock run does:
     ``Trainer(..., callbacks=[PrecisionAudit()])``. Steps after the first cost nothing.
@@ -50,12 +47,16 @@ class PrecisionAudit(TrainerCallback):
         self._policy = policy
         self._audit: StepAudit | None = None
         self._facts: RunFacts | None = None
-        self._done = False
+        self._faults: str | None = None
+        self._audited: dict[
+            int, Any
+        ] = {}  # arguments of the runs that were audited, held so that their id stays theirs
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start recording, the first time."""
-        if self._done or self._audit is not None:
+        if id(args) in self._audited:
             return
+        self._abandon()  # one whose step raised
         model = kwargs["model"]
         self._facts = read_facts(args, model)
         policy = self._policy(args) if self._policy is not None else None
@@ -72,30 +73,33 @@ class PrecisionAudit(TrainerCallback):
         self._finish(args, state, kwargs.get("optimizer"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop recording in releases without `on_optimizer_step`."""
+        """Stop recording in releases without `on_optimizer_step`; stop training where `strict` demands it."""
         self._finish(args, state, kwargs.get("optimizer"))
+        if self._faults is not None:
+            faults, self._faults = self._faults, None
+            raise RuntimeError(faults)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove what a run without a whole step left."""
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._audit is not None:
+            self._audit.abandon()
+            self._audit = None
 
     def _finish(self, args: Any, state: Any, optimizer: Any) -> None:
         if self._audit is None or self._facts is None:
             return
-        audit, self._audit, self._done = self._audit, None, True
+        audit, self._audit = self._audit, None
+        self._audited[id(args)] = args
         self.report = audit.stop(optimizer)
         if self._facts.is_main_process:
-            self._publish(self.report, args, audit.run.step)
+            publish(self.report, self.report_dir or args.output_dir)
+            log_report(self.report, args, audit.run.step)
         if self.strict and _any_rank(bool(self.report.errors), args.device):
             errors = self.report.errors or self.report.findings
-            raise RuntimeError(f"hf_fsdp_amp: strict=True and the first step has faults:\n{describe_findings(errors)}")
-
-    def _publish(self, report: PrecisionReport, args: Any, step: int) -> None:
-        written = write_report(report, self.report_dir or args.output_dir)
-        log_report(report, args, step)
-        serious = any(f.severity != "note" for f in report.findings)
-        say = logger.warning if serious else logger.info
-        try:
-            text = report.to_text()
-        except ImportError:  # without rich: the findings alone
-            text = describe_findings(report.findings)
-        say(f"hf_fsdp_amp: precision of the first step (see {', '.join(map(str, written))})\n{text}")
+            self._faults = f"strict=True, and step {audit.run.step} has faults:\n{describe_findings(errors)}"
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:

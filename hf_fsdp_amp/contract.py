@@ -88,7 +88,8 @@ def make_contract(policy: PrecisionPolicy | None, facts: RunFacts | None = None,
     if policy is not None:
         dtype, preset, version = dtype_name(policy.dtype), policy.preset, policy.fsdp_version
         device_type = policy.device_type
-        reduce = dtype_name(policy.reduce_dtype) if policy.reduce_dtype is not None else "fp32"
+        chosen = policy.reduce_dtype is not None and preset != "stock"
+        reduce = dtype_name(policy.reduce_dtype) if chosen else "fp32"
     else:
         dtype = facts.mixed_precision if facts is not None else "no"
         preset, version = "stock", facts.fsdp_version if facts is not None else 0

@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.utils import logging
 
 from .audit import LiveRecording
 from .contract import Contract
-from .findings import find_faults
+from .findings import describe_findings, find_faults
+from .log import get_logger
+from .patching import unwrap_model
 from .recorder import class_name
 from .report import PrecisionReport, RunRecord
+from .report_html import save_html
 from .trace import Trace
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
+
+JSON_NAME = "precision.json"
+HTML_NAME = "precision.html"
 
 
 class StepAudit:
@@ -44,7 +49,7 @@ class StepAudit:
     ) -> None:
         self.contract = contract
         self.reference = reference
-        name = class_name(unwrap(model))
+        name = class_name(unwrap_model(model))
         how = {"preset": contract.preset, "dtype": contract.dtype, "fsdp_version": contract.fsdp_version}
         where = {"distributed_type": contract.distributed_type, "device_type": contract.device_type}
         self.run = replace(run or RunRecord(), model=name, **how, **where)  # type: ignore[arg-type]
@@ -67,6 +72,12 @@ class StepAudit:
             raise RuntimeError("this StepAudit has been stopped: make a new one for another step.")
         self._recording.start()
 
+    def abandon(self) -> None:
+        """End the recording without a report."""
+        if self._recording is not None:
+            self._recording.abandon()
+            self._recording = None
+
     def stop(self, optimizer: Any = None) -> PrecisionReport:
         """End the recording and judge it.
 
@@ -83,23 +94,28 @@ class StepAudit:
         return PrecisionReport(trace, find_faults(trace, self.contract, self.reference), self.run)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside DDP, FSDP1 or torch.compile."""
-    children = dict(model.named_children())
-    name, inner = next(iter(children.items()), ("", model))
-    wraps = len(children) == 1 and name in ("_orig_mod", "module", "_fsdp_wrapped_module")
-    return unwrap(inner) if wraps else model
+def publish(report: PrecisionReport, folder: str | Path) -> list[Path]:
+    """Write the report into `folder` and log it: as a warning where it has errors or warnings. For rank 0.
 
+    Args:
+        report: the report.
+        folder: where ``precision.json`` and, where jinja2 is installed, ``precision.html`` go; made if absent.
 
-def write_report(report: PrecisionReport, folder: str | Path) -> list[Path]:
-    """Write ``precision.json`` and, where jinja2 is installed, ``precision.html``; returns what was written."""
-    from .report_html import save_html
-
+    Returns:
+        The files written.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [report.save(folder / "precision.json")]
+    written = [report.save(folder / JSON_NAME)]
     try:
-        written.append(save_html(report, folder / "precision.html"))
+        written.append(save_html(report, folder / HTML_NAME))
     except ImportError as error:
-        logger.warning(f"hf_fsdp_amp: {error}")
+        logger.info("%s", error)
+    try:
+        text = report.to_text()
+    except ImportError:  # without rich: the findings alone
+        text = describe_findings(report.findings)
+    serious = any(finding.severity != "note" for finding in report.findings)
+    say = logger.warning if serious else logger.info
+    say("precision of step %d, also in %s:\n%s", report.run.step, ", ".join(map(str, written)), text)
     return written

@@ -10,14 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
-
 from .extras import require
 from .report import PrecisionReport
 from .report_table import autocast_states
 from .trace import HALF
-
-logger = logging.get_logger(__name__)
 
 
 def report_scalars(report: PrecisionReport) -> dict[str, float]:

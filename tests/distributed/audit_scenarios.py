@@ -168,23 +168,47 @@ def checkpointed_reentrant(folder: Path, version: int) -> Result:
 
 def _checkpointed(folder: Path, version: int, reentrant: bool) -> Result:
     fix = FSDPAutocast()
-    audit = PrecisionAudit(policy=lambda args: fix._runs[id(args)].policy)
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    build(folder, version, model=tiny_llama(), callbacks=[fix, audit], **options).train()
-    return outcome(audit.report)
+    build(folder, version, model=tiny_llama(), callbacks=[fix], **options).train()
+    return outcome(fix.report)
 
 
 def amp(folder: Path, version: int) -> Result:
+    fix = FSDPAutocast(strict=True)
+    build(folder, version, callbacks=[fix]).train()
+    return outcome(fix.report)
+
+
+def stock_strict(folder: Path, version: int) -> Result:
+    """The report is there on both ranks, and training stopped after one step."""
+    fix = FSDPAutocast("stock", strict=True)
+    trainer = build(folder, version, callbacks=[fix])
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return {**outcome(fix.report), "error": str(error), "steps": trainer.state.global_step}
+    return {"error": None}
+
+
+def second_run(folder: Path, version: int) -> Result:
+    """One callback in two Trainers audits the first step of each; a second train() of one is not audited again."""
     fix = FSDPAutocast()
-    audit = PrecisionAudit(policy=lambda args: fix._runs[id(args)].policy)
-    build(folder, version, callbacks=[fix, audit]).train()
-    return outcome(audit.report)
+    seen = []
+    for name in ("a", "b"):
+        trainer = build(folder / name, version, callbacks=[fix])
+        for _ in range(2):
+            trainer.train()
+            seen.append(id(fix.report))
+    return {
+        "reports": [seen.index(i) for i in seen],
+        "files": sorted(p.parent.name for p in folder.rglob("precision.json")),
+    }
 
 
 def losses(folder: Path, version: int) -> Result:
     """The audit changes no number: losses with and without it."""
-    audited = build(folder, version, callbacks=[FSDPAutocast(), PrecisionAudit()])
+    audited = build(folder, version)
     audited.train()
-    bare = build(folder / "bare", version)
+    bare = build(folder / "bare", version, callbacks=[FSDPAutocast(audit=False)])
     bare.train()
     return {"audited": audited.report()["losses"], "bare": bare.report()["losses"]}

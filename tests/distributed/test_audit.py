@@ -10,7 +10,7 @@ from .launch import Outcome, run_scenarios
 
 BOTH = (
     "stock clean clean_accumulation reduce_half accumulate_half cache_over_fp32_gather fp32_gather_without_cache "
-    "checkpointed checkpointed_reentrant amp losses"
+    "checkpointed checkpointed_reentrant amp losses stock_strict second_run"
 )
 SCENARIOS = [f"{name}@{version}" for name in BOTH.split() for version in (1, 2)]
 SCENARIOS += ["stock@0", "output_half@2", "reduce_half_by_choice@2", "buffer_half@1", "accumulating@0", "inactive@2"]
@@ -150,6 +150,19 @@ def test_checkpointing(result: Any, name: str, version: int) -> None:
     assert "recompute" in found["phases"]
     assert codes(found, "error") == set()
     assert "recompute" not in result("clean", version)["phases"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_strict_stops_after_one_step(result: Any, version: int) -> None:
+    stopped = result("stock_strict", version)
+    assert stopped["findings"] == result("stock", version)["findings"]
+    assert "reduce-half at transformer.blocks.*" in stopped["error"]
+    assert stopped["steps"] == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_each_trainer_is_audited_once(result: Any, version: int) -> None:
+    assert result("second_run", version) == {"reports": [0, 0, 2, 2], "files": ["a", "b"]}
 
 
 @pytest.mark.parametrize("version", [1, 2])
