@@ -1,4 +1,4 @@
-"""Trace a live training step: `record_precision`, and `StepAudit` for callbacks."""
+"""Trace a live training step: `record_precision`, and `LiveRecording` for callers that are no `with` block."""
 
 from __future__ import annotations
 
@@ -62,13 +62,17 @@ class LiveRecording:
 
     _open: weakref.ref[LiveRecording] | None = None
 
-    def __init__(self, model: nn.Module, *, device_type: str | None = None, sequence: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, device_type: str | None = None, sequence: bool = False, compiled: bool = False
+    ) -> None:
         self.model = model
         self.device_type = device_type or next((p.device.type for p in model.parameters()), "cpu")
         self.recorder = Recorder(model, self.device_type, sequence)
         self._names, self._parameters = _read_parameters(model, self.recorder)
         self._buffer_names, self._buffers = _read_buffers(model, self.recorder)
         self._compiled = {self.recorder.path_of(m) for m in model.modules() if _is_compiled(m)}
+        if compiled:  # by a wrapper around it, of which the model itself bears no trace
+            self._compiled.add("")
         self._handles: list[RemovableHandle] = []
         self._mode = RecordingMode(self.recorder)
         self._stack = contextlib.ExitStack()
@@ -111,7 +115,7 @@ class LiveRecording:
         self._read_gradients()
         recorder = self.recorder
         trace.ops = list(recorder.ops.values())
-        trace.modules = [m for m in recorder.modules.values() if m.calls or m.recomputes]
+        trace.modules = recorder.called_modules()
         trace.parameters = list(self._parameters.values())
         trace.buffers = list(self._buffers.values())
         trace.collectives = list(recorder.collectives.values())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
+from .audit_callback import PrecisionAudit
 from .costs import gathered_bytes
 from .facts import RunFacts, find_disagreement, is_gradient_scaler_missing, read_facts
 from .fp32_choice import Fp32Choice, choose_fp32
@@ -21,7 +22,6 @@ from .patching import patch_model, patch_targets
 from .policy import LOW_DTYPES, PrecisionPolicy, check_preset, dtype_name, parse_dtype, resolve_policy
 from .report import PrecisionReport
 from .sharding import custom_policy, mend_units, read_units, set_plugin_policy, users_unit_policy
-from .step_audit import StepAudit, publish
 
 logger = get_logger(__name__)
 
@@ -34,8 +34,6 @@ class _Run:
     facts: RunFacts
     policy: PrecisionPolicy | None
     fp32: Fp32Choice = field(default_factory=Fp32Choice)
-    audit: StepAudit | None = None
-    audited: bool = False
 
 
 class FSDPAutocast(TrainerCallback):
@@ -51,7 +49,8 @@ class FSDPAutocast(TrainerCallback):
         reduce_dtype: dtype of the gradient reduction: ``"fp32"`` (as DDP), ``"bf16"`` or ``"fp16"``.
         keep_fp32: regular expressions; parameters whose name one of them matches are gathered in fp32 (FSDP2).
         audit: record the first optimizer step of a run, op by op, and report it; later steps cost nothing.
-        report_dir: folder for the report (``precision.json``); default is the Trainer's output folder.
+        strict: stop before the second step where the audit has a finding of severity error.
+        report_dir: folder for ``precision.json`` and ``precision.html``; default is the Trainer's output folder.
 
     Raises:
         ValueError: unknown preset or dtype (here); settings that contradict each other (when the Trainer is built).
@@ -66,6 +65,7 @@ class FSDPAutocast(TrainerCallback):
         reduce_dtype: str | torch.dtype = "fp32",
         keep_fp32: Iterable[str] = (),
         audit: bool = True,
+        strict: bool = False,
         report_dir: str | Path | None = None,
     ) -> None:
         check_preset(preset)
@@ -74,9 +74,7 @@ class FSDPAutocast(TrainerCallback):
         self.reduce_dtype = parse_dtype(reduce_dtype, "reduce_dtype")
         self.keep_fp32 = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.audit = audit
-        self.report_dir = report_dir
-        self.report: PrecisionReport | None = None
-        """The audit of the last audited run, on every rank; None before its first step has ended."""
+        self._audit = PrecisionAudit(strict=strict, report_dir=report_dir, policy=self._policy_of)
         self._runs: dict[int, _Run] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,23 +116,32 @@ class FSDPAutocast(TrainerCallback):
                 "Use bf16=True, or a device accelerate scales gradients on.",
             )
 
+    @property
+    def report(self) -> PrecisionReport | None:
+        """The audit of the last audited run, on every rank; None before its first step has ended."""
+        return self._audit.report
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to record, if this is the first step of the run."""
         run = self._runs.get(id(args))
-        if not self.audit or run is None or run.policy is None or run.audited:
-            return
-        run.audit = StepAudit(kwargs["model"], run.policy, run.facts, step=state.global_step + 1)
-        run.audit.start()
+        if self.audit and run is not None and (run.policy is not None or run.facts.fsdp_requested):
+            self._audit.on_step_begin(args, state, control, **kwargs)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the recording and publish it on rank 0. Raises RuntimeError where `strict` and it has errors."""
+        self._audit.on_optimizer_step(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the recording, and publish it on rank 0."""
+        """The same in transformers < 4.46, which has no `on_optimizer_step`."""
+        self._audit.on_step_end(args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove what an audit without a whole step left; the patched forward stays, for evaluation after training."""
+        self._audit.on_train_end(args, state, control, **kwargs)
+
+    def _policy_of(self, args: Any) -> PrecisionPolicy | None:
         run = self._runs.get(id(args))
-        if run is None or run.audit is None:
-            return
-        self.report = run.audit.stop(kwargs.get("optimizer"))
-        run.audit, run.audited = None, True
-        if run.facts.is_main_process:
-            publish(self.report, self.report_dir or args.output_dir)
+        return None if run is None else run.policy
 
     def _start(self, args: Any, model: nn.Module | None) -> _Run:
         facts = read_facts(args, model)

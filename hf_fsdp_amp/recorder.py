@@ -6,7 +6,7 @@ Used by the live audit and, over fake tensors, by a dry run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ class Recorder:
         self.modules: dict[str, ModuleRecord] = {}
         self.autocast: dict[tuple[Any, ...], AutocastRecord] = {}
         self.collectives: dict[tuple[Any, ...], CollectiveRecord] = {}
-        self.accumulation: dict[tuple[str, str], AccumulationRecord] = {}
+        self.accumulation: dict[tuple[str, str, str], AccumulationRecord] = {}
         self.sequence: list[int] | None = [] if keep_sequence else None
         self.gradient_shapes: set[tuple[int, ...]] = {tuple(p.shape) for p in model.parameters()}
         self.in_optimizer = False
@@ -80,6 +80,7 @@ class Recorder:
         self._index: dict[tuple[Any, ...], int] = {}
         self._stack: list[tuple[int, str]] = []
         self._recomputed = ""  # module whose forward is being recomputed without its hooks having run
+        self._called: dict[str, None] = {}
         self._paths: dict[int, str] = {}
         self._outermost: set[int] = set()
         self._innermost: set[int] = set()
@@ -106,11 +107,16 @@ class Recorder:
         """The clean path of one of the model's modules."""
         return self._paths[id(module)]
 
+    def called_modules(self) -> list[ModuleRecord]:
+        """The modules that ran, in order of their first call."""
+        return [self.modules[path] for path in self._called]
+
     @property
     def phase(self) -> Phase:
         """What is running now."""
-        if in_backward():  # gradients are on only where a checkpoint runs the forward again
-            return "recompute" if self._stack or torch.is_grad_enabled() else "backward"
+        if in_backward():  # between two calls of a recompute gradients are on, as they are in FSDP1's own hooks
+            recomputing = self._stack or (self._recomputed and torch.is_grad_enabled())
+            return "recompute" if recomputing else "backward"
         if self._stack:
             return "forward"
         return "optimizer" if self.in_optimizer else "outside"
@@ -126,6 +132,7 @@ class Recorder:
         label_nodes(tensors_in((args, kwargs)), self, self._running(None))
         self._stack.append((id(module), path))
         record = self.modules[path]
+        self._called.setdefault(path)
         if id(module) in self._outermost:
             record.inputs_given = _merge(record.inputs_given, floating_dtypes((args, kwargs)))
             if in_backward():
@@ -140,6 +147,10 @@ class Recorder:
             return
         record = self.modules[path]
         record.inputs_seen = _merge(record.inputs_seen, floating_dtypes((args, kwargs)))
+        if path or len(self.modules) == 1:  # autocast wrapped around the root's forward begins after its hooks
+            self._note_autocast(path, record)
+
+    def _note_autocast(self, path: str, record: ModuleRecord) -> None:
         enabled, dtype, cache = read_autocast(self.device_type)
         phase: Phase = "recompute" if in_backward() else "forward"
         state = dtype if enabled else "off"
@@ -241,7 +252,8 @@ class Recorder:
         if not by_hook or tuple(into.shape) not in self.gradient_shapes:
             return
         dtype = dtype_name(into.dtype)
-        record = self.accumulation.setdefault((dtype, path), AccumulationRecord(dtype, path))
+        by: Literal["parameter", "graph"] = "graph" if node is None else "parameter"
+        record = self.accumulation.setdefault((dtype, path, by), AccumulationRecord(dtype, path, by))
         record.count += 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,14 @@ from .summary import (
     is_norm,
     summarize,
 )
-from .trace import HALF, Trace
+from .trace import Trace
 
 if TYPE_CHECKING:
     from .report import PrecisionReport
 
 MAX_ROWS = 20
 MAX_FINDINGS = 6
-_LABEL_WIDTH = 35
+_LABEL_WIDTH = 31
 _MARK = {"error": "E", "warning": "W", "note": "n"}
 _STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -89,8 +89,6 @@ def aspects(trace: Trace) -> dict[str, str]:
     kinds = summarize(trace)
     embeddings = [d for k in kinds if "Embedding" in k.cls and "Rotary" not in k.cls for d in k.outputs]
     norms = [d for k in kinds if is_norm(k.cls) for d in k.outputs]
-    reductions = [c.dtype for c in trace.collectives if c.kind in ("reduce_scatter", "all_reduce")]
-    reductions = [d for d in reductions if d in (*HALF, "fp32", "float64")]
     return {
         "autocast": _list(autocast_states(trace)),
         "embedding out": _list(embeddings),
@@ -99,7 +97,7 @@ def aspects(trace: Trace) -> dict[str, str]:
         "softmax": _list(forward_dtypes(trace, SOFTMAXES)),
         "attention": _list(forward_dtypes(trace, ATTENTIONS)) if _fused(trace) else "unfused",
         "loss": loss_text(trace),
-        "gradient reduction": _list(reductions),
+        "gradient reduction": _list([c.dtype for c in trace.gradient_reductions()]),
         "gradient": _list([p.gradient for p in trace.parameters if p.gradient]),
         "master weights": _list([p.storage for p in trace.parameters if p.requires_grad]),
         "optimizer state": _list([s.dtype for s in trace.optimizer if s.key != "step"]),
@@ -151,11 +149,25 @@ def brace(names: list[str]) -> str:
     """Names folded by their common start and end, cut at underscores: ``{q,k,v,o}_proj``, ``norm_{1,2}``."""
     if len(names) == 1:
         return names[0]
-    # character by character is what is wanted here: these are names, not paths
-    start = _cut(os.path.commonprefix(names))  # noqa: RUF071
-    end = _cut(os.path.commonprefix([name[len(start) :][::-1] for name in names]))[::-1]  # noqa: RUF071
+    start = _cut(_common_start(names))
+    end = _cut(_common_start([name[len(start) :][::-1] for name in names]))[::-1]
     middles = [name[len(start) : len(name) - len(end)] for name in names]
     return f"{start}{{{','.join(middles)}}}{end}"
+
+
+def brace_paths(paths: list[str]) -> str:
+    """Paths in one short text: siblings folded, the first two groups named."""
+    parents: dict[str, list[str]] = {}
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        parents.setdefault(parent, []).append(name)
+    texts = [f"{parent}.{brace(names)}".lstrip(".") for parent, names in parents.items()]
+    return ", ".join(texts[:2]) + (f" and {len(texts) - 2} more" if len(texts) > 2 else "")
+
+
+def _common_start(names: list[str]) -> str:
+    columns = zip(*names)  # noqa: B905  (the shortest name ends it)
+    return "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _cut(common: str) -> str:
@@ -194,11 +206,11 @@ def _worst_by_module(findings: list[Finding]) -> dict[str, str]:
 
 
 def _facts_line(trace: Trace) -> str:
-    reductions = dict.fromkeys(c.dtype for c in trace.collectives if c.kind in ("reduce_scatter", "all_reduce"))
     parts = [f"autocast {_list(autocast_states(trace))}", f"loss {loss_text(trace)}"]
-    if trace.collectives:
+    if trace.gathered_bytes():
         parts.append(f"gathered {size(trace.gathered_bytes())}")
-        parts.append(f"reduced in {_list(list(reductions))}")
+    if reductions := trace.gradient_reductions():
+        parts.append(f"reduced in {_list([c.dtype for c in reductions])}")
     gradients = [p.gradient for p in trace.parameters if p.gradient]
     parts.append(f"gradients {_list(gradients)}")
     return ", ".join(parts)
@@ -212,13 +224,16 @@ def _finding_lines(findings: list[Finding]) -> list[Any]:
     text = require("rich.text", "the terminal report").Text
     if not findings:
         return [text("no findings")]
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.code, finding.severity, finding.fix), []).append(finding)
     lines = []
-    for finding in findings[:MAX_FINDINGS]:
-        where = f" {finding.module}" if finding.module else ""
-        head = text(f"{_MARK[finding.severity]} {finding.code}{where}: ", style=_STYLE[finding.severity])
-        lines.append(head.append(f"{finding.evidence} Fix: {finding.fix}", style="default"))
-    if len(findings) > MAX_FINDINGS:
-        lines.append(text(f"... {len(findings) - MAX_FINDINGS} more findings (see the JSON or HTML)"))
+    for (code, severity, fix), group in list(groups.items())[:MAX_FINDINGS]:
+        modules = brace_paths([finding.module for finding in group if finding.module])
+        head = text(f"{_MARK[severity]} {code}{' ' if modules else ''}{modules}: ", style=_STYLE[severity])
+        lines.append(head.append(f"{group[0].evidence} Fix: {fix}", style="default"))
+    if len(groups) > MAX_FINDINGS:
+        lines.append(text(f"... {len(groups) - MAX_FINDINGS} more findings (see the JSON or HTML)"))
     return lines
 
 

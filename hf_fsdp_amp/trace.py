@@ -169,10 +169,19 @@ class AutocastRecord:
 
 @dataclass
 class AccumulationRecord:
-    """In-place sums of a parameter's gradient (several micro-batches, or a weight used several times), by dtype."""
+    """In-place sums of a parameter's gradient, by dtype.
+
+    Args:
+        dtype: dtype of the sum.
+        module: module whose parameter it is, where known.
+        by: ``parameter``: into `.grad` or FSDP's own store, so over micro-batches; ``graph``: between two autograd
+            nodes, over the uses of one weight, or (FSDP2's root) over micro-batches.
+        count: number of sums.
+    """
 
     dtype: str
     module: str
+    by: Literal["parameter", "graph"] = "parameter"
     count: int = 0
 
 
@@ -278,6 +287,11 @@ class Trace:
     def gathered_bytes(self, phase: Phase | None = None) -> int:
         """Bytes of all all-gathers together, of one phase or of all."""
         return sum(c.bytes for c in self.collectives if c.kind == "all_gather" and phase in (None, c.phase))
+
+    def gradient_reductions(self) -> list[CollectiveRecord]:
+        """The collectives that sum gradients over ranks; not those of clipping, buffers or bookkeeping."""
+        floating = [c for c in self.collectives if c.phase == "backward" and not c.dtype.startswith(("int", "uint"))]
+        return [c for c in floating if c.kind in ("reduce_scatter", "all_reduce")]
 
 
 def to_plain(record: Any) -> dict[str, Any]:
