@@ -33,8 +33,8 @@ class Fp32Choice:
 def choose_fp32(model: nn.Module, policy: PrecisionPolicy, world_size: int = 1) -> Fp32Choice:
     """Decide for a policy which parameters stay in fp32.
 
-    Preset ``exact`` keeps all that plain autocast does not cast at every use. `PrecisionPolicy.keep_fp32` adds
-    parameters by name in every preset.
+    Preset ``exact`` keeps all that plain autocast does not cast at every use. Preset ``amp`` keeps what would make a
+    norm's kernel fail, see `norms_that_need_fp32`. `PrecisionPolicy.keep_fp32` adds parameters by name in every preset.
 
     Args:
         model: the model before it is sharded; left as it is.
@@ -56,6 +56,11 @@ def choose_fp32(model: nn.Module, policy: PrecisionPolicy, world_size: int = 1) 
         choice.lines.append(_how(consumption, policy))
         if experts := describe_experts(consumption, policy.dtype):
             choice.lines.append(experts)
+    if policy.preset == "amp" and (norms := norms_that_need_fp32(model, policy)):
+        choice.names |= norms
+        choice.lines.append(
+            f"{len(norms)} norm parameters stay in fp32: their kernels take no {dtype_name(policy.dtype)}."
+        )
     if choice.names:
         low = gathered_bytes(model, policy.dtype, (), world_size)
         mixed = gathered_bytes(model, policy.dtype, choice.names, world_size)
@@ -64,6 +69,32 @@ def choose_fp32(model: nn.Module, policy: PrecisionPolicy, world_size: int = 1) 
             f"{dtype_name(policy.dtype)}, in the same number of collectives."
         )
     return choice
+
+
+def norms_that_need_fp32(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
+    """Norm parameters that must not be gathered low for the forward to run at all.
+
+    Batch norms keep fp32 running statistics, which no kernel mixes with low weights. On CPU, layer and group norms
+    reject low weights with fp32 activations, and CPU's autocast leaves them alone; CUDA's runs them in fp32
+    (torch 2.4 to 2.14).
+    """
+    on_cpu = policy.device_type == "cpu"
+    if not on_cpu and not any(getattr(m, "running_mean", None) is not None for m in model.modules()):
+        return set()
+    consumption = read_consumption(model, policy.dtype, policy.device_type)
+    if not consumption.traced:
+        return _norms_by_class(model, on_cpu)
+    kinds = ("batch_norm", "layer_norm", "group_norm") if on_cpu else ("batch_norm",)
+    return {name for name, op in consumption.evidence.items() if any(kind in op for kind in kinds)}
+
+
+def _norms_by_class(model: nn.Module, on_cpu: bool) -> set[str]:
+    return {
+        canonical_name(f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        if hasattr(module, "running_mean") or (on_cpu and isinstance(module, (nn.LayerNorm, nn.GroupNorm)))
+        for name, _ in module.named_parameters(recurse=False)
+    }
 
 
 def match_names(model: nn.Module, patterns: Collection[str]) -> set[str]:
