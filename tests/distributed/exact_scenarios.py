@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_fsdp_amp import FSDPAutocast, patch_model, resolve_policy
+from hf_fsdp_amp.costs import gathered_bytes_per_step
 from hf_fsdp_amp.fp32_choice import choose_fp32
 from hf_fsdp_amp.param_dtypes import pin_fp32
 from hf_fsdp_amp.sharding import to_torch_policy
@@ -135,27 +136,44 @@ def resumed(folder: Path, version: int) -> Result:
 
 
 def keep_fp32(folder: Path, version: int) -> Result:
-    """Preset `amp`, with the norms in fp32."""
+    """Preset `amp`, with one matmul weight of each block in fp32."""
     model = tiny_mpt()
     dtypes: dict[str, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.LayerNorm, nn.Linear)):
+        if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(
                 lambda m, args, name=name: dtypes.__setitem__(name, str(m.weight.dtype).removeprefix("torch."))
             )
     return {
-        **run(folder, version, model, callbacks=[FSDPAutocast(keep_fp32=[r"norm_\d"], audit=False)]),
+        **run(folder, version, model, callbacks=[FSDPAutocast(keep_fp32=[r"\d\.ffn\.up_proj"], audit=False)]),
         "dtypes": dtypes,
     }
 
 
 def keep_fp32_low_reduction(folder: Path, version: int) -> Result:
-    callback = FSDPAutocast(keep_fp32="norm_", reduce_dtype="bf16", audit=False)
+    callback = FSDPAutocast(keep_fp32="up_proj", reduce_dtype="bf16", audit=False)
     return run(folder, version, tiny_mpt(), callbacks=[callback])
 
 
 def keep_fp32_typo(folder: Path, version: int) -> Result:
     return run(folder, version, tiny_mpt(), callbacks=[FSDPAutocast(keep_fp32=["nrom_1"], audit=False)])
+
+
+def measured_bytes(folder: Path, version: int) -> Result:
+    """All-gathered bytes and calls of a real step, and the package's formula for them."""
+    found: Result = {}
+    for name, make in (("mpt", tiny_mpt), ("llama", tiny_llama), ("llama odd", lambda: tiny_llama(vocab_size=131))):
+        for preset in ("exact", "amp"):
+            model = make()
+            policy = resolve_policy(preset, "bf16", device_type="cpu")
+            names = choose_fp32(model, policy).names
+            formula = gathered_bytes_per_step(model, policy.dtype, names, world_size=2)
+            callback = FSDPAutocast(preset)
+            build(folder, version, model=model, callbacks=[callback], max_steps=1).train()
+            assert callback.report is not None
+            gathers = [c for c in callback.report.trace.collectives if c.kind == "all_gather" and c.phase != "outside"]
+            found[f"{name} {preset}"] = [sum(c.bytes for c in gathers), formula, sum(c.count for c in gathers)]
+    return found
 
 
 def hybrid(folder: Path, version: int) -> Result:

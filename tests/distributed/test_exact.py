@@ -12,7 +12,7 @@ AGAINST_DDP = ["mpt", "llama", "llama_tied", "accumulation", "clipped", "lora", 
 FSDP2 = [
     *AGAINST_DDP,
     *("no_reshard", "offload", "checkpointing", "compiled", "ram_efficient", "saved", "resumed", "fp16", "hybrid"),
-    *("keep_fp32", "keep_fp32_low_reduction", "keep_fp32_typo"),
+    *("keep_fp32", "keep_fp32_low_reduction", "keep_fp32_typo", "measured_bytes"),
 ]
 FSDP1 = ["mpt", "llama", "keep_fp32"]
 
@@ -82,6 +82,16 @@ def test_it_says_how_it_decided_and_what_it_costs(ran: Ran) -> None:
     assert any("MiB a pass" in x and "in the same number of collectives" in x for x in lines)
 
 
+def test_bytes_on_the_wire_are_the_formulas(ran: Ran) -> None:
+    """Counted from the collectives of a real step; `exact` adds no collective to `amp`'s."""
+    counted = result(ran, "measured_bytes@2")
+    for measured, formula, _ in counted.values():
+        assert measured == formula
+    for model in ("mpt", "llama", "llama odd"):
+        assert counted[f"{model} exact"][2] == counted[f"{model} amp"][2]
+        assert counted[f"{model} exact"][0] > counted[f"{model} amp"][0]
+
+
 def test_save_and_resume(ran: Ran) -> None:
     saved, resumed = result(ran, "saved@2"), result(ran, "resumed@2")
     assert saved["before"] == saved["after"]
@@ -99,7 +109,7 @@ def test_fsdp1_has_the_same_numbers_at_the_fp32_gather(ran: Ran, name: str) -> N
 def test_keep_fp32_pins_by_name(ran: Ran) -> None:
     kept = result(ran, "keep_fp32@2")
     assert {name for name, dtype in kept["dtypes"].items() if dtype == "float32"} == {
-        f"transformer.blocks.{i}.norm_{j}" for i in (0, 1) for j in (1, 2)
+        f"transformer.blocks.{i}.ffn.up_proj" for i in (0, 1)
     }
     assert kept["reduced"] == ["torch.float32"]
     assert result(ran, "keep_fp32_low_reduction@2")["reduced"] == ["torch.bfloat16"]

@@ -24,7 +24,7 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """A 2-layer Llama with width 32, seeded, fp32."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **{**sizes, **changes}))
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": VOCAB, **sizes, **changes}))
 
 
 def tokens(rows: int = 64, seed: int = 0) -> Dataset:
