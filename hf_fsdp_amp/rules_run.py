@@ -87,7 +87,7 @@ def accumulate_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
     severity: Severity = "error"
     if contract.accepts_low_gather:
         severity = "note" if contract.reduce_dtype == dtype else "warning"
-    yield Finding("accumulate-half", severity, kind_of(found[0].module), evidence, fix)
+    yield Finding("accumulate-half", severity, _unit_kind(trace, found[0].module), evidence, fix)
 
 
 def master_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
