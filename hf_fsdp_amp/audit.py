@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from .patching import unwrap_model
 from .policy import dtype_name
 from .recorder import Recorder, RecordingMode, largest_floating, tensors_in
 from .trace import (
@@ -23,12 +25,18 @@ from .trace import (
     ParameterRecord,
     ScalerRecord,
     Trace,
+    kind_of,
 )
 
 
 @contextlib.contextmanager
 def record_precision(
-    model: nn.Module, *, device_type: str | None = None, optimizer: Any = None, sequence: bool = False
+    model: nn.Module,
+    *,
+    device_type: str | None = None,
+    optimizer: Any = None,
+    sequence: bool = False,
+    compiled: bool = False,
 ) -> Iterator[Trace]:
     """Record what one training step really computes in which dtype, forward and backward.
 
@@ -41,11 +49,12 @@ def record_precision(
         device_type: device type the model computes on; default is where its parameters are.
         optimizer: the optimizer, for the gradient scaler that accelerate keeps on it; its state is found without.
         sequence: keep the order of the ops in `Trace.sequence`.
+        compiled: the step runs ``torch.compile(model)``, and `model` is the module inside, which bears no trace of it.
 
     Yields:
         The trace, empty until the block is left.
     """
-    audit = LiveRecording(model, device_type=device_type, sequence=sequence)
+    audit = LiveRecording(model, device_type=device_type, sequence=sequence, compiled=compiled)
     trace = Trace(device_type=audit.device_type)
     audit.start()
     try:
@@ -95,7 +104,8 @@ class LiveRecording:
             keep(module.register_forward_hook(self._leave, always_call=True))
         keep(register_optimizer_step_pre_hook(self._before_optimizer))
         keep(register_optimizer_step_post_hook(self._after_optimizer))
-        self._stack.enter_context(_compile_stands_aside())
+        if self._compiled or not KEEPS_COMPILED:
+            self._stack.enter_context(_compile_stands_aside())
         self._stack.enter_context(self._mode)
         self.running = True
 
@@ -127,13 +137,8 @@ class LiveRecording:
         trace.loss = self._read_loss()
         trace.logits = self._logits
         trace.scaler = _read_scaler(optimizer)
-        trace.compiled = sorted(self._compiled)
-        if trace.compiled:
-            where = ", ".join(path or "the whole model" for path in trace.compiled[:4])
-            trace.notes.append(
-                f"torch.compile stood aside during this step ({where}): these are the ops of the eager model; "
-                "what the compiled code fuses or keeps in another dtype is not seen."
-            )
+        trace.compiled = sorted(self._compiled | _compiled_inside(trace))
+        trace.notes.extend(_compile_notes(trace, self._compiled))
         if not any(p.unit is not None for p in trace.parameters):
             for parameter in trace.parameters:
                 parameter.compute = parameter.compute or parameter.storage
@@ -187,6 +192,27 @@ class LiveRecording:
         return record
 
 
+KEEPS_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether this torch can run compiled code under a dispatch mode (2.13 and 2.14 can)."""
+
+
+def why_not_recordable(model: nn.Module, compiled: bool = False) -> str | None:
+    """One line saying why recording a step would harm this run; None where it would not.
+
+    Args:
+        model: the model.
+        compiled: torch.compile is known to wrap it from outside.
+    """
+    compiled = compiled or any(_is_compiled(module) for module in model.modules())
+    if compiled and not hasattr(torch.compiler, "set_stance"):
+        return "torch < 2.6 gives up a model's compiled code for good once a dispatch mode has been on: not audited."
+    config = getattr(unwrap_model(model), "config", None)
+    flex = getattr(config, "_attn_implementation", None) == "flex_attention"
+    if flex and (compiled or not KEEPS_COMPILED):
+        return "flex attention would run uncompiled and build its whole score matrix: not audited."
+    return None
+
+
 def _compile_stands_aside() -> contextlib.AbstractContextManager[Any]:
     """Compiled code runs eagerly inside, and is neither compiled anew nor given up for good after it.
 
@@ -194,6 +220,27 @@ def _compile_stands_aside() -> contextlib.AbstractContextManager[Any]:
     """
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
     return contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def _compiled_inside(trace: Trace) -> set[str]:
+    """Modules in which a function ran compiled: autograd shows its backward as one node."""
+    return {op.module for op in trace.ops if op.node is not None and "CompiledFunction" in op.node}
+
+
+def _compile_notes(trace: Trace, compiled: set[str]) -> list[str]:
+    notes = []
+    if compiled:
+        where = ", ".join(path or "the whole model" for path in sorted(compiled)[:4])
+        notes.append(
+            f"torch.compile stood aside during this step ({where}): these are the ops of the eager model; "
+            "what the compiled code fuses or keeps in another dtype is not seen."
+        )
+    if inside := sorted({kind_of(path) for path in _compiled_inside(trace)}):
+        where = ", ".join(path or "the whole model" for path in inside[:4])
+        notes.append(
+            f"a compiled function ran in {where}: the ops inside it are not seen, only its inputs' and outputs'."
+        )
+    return notes
 
 
 def _is_compiled(module: nn.Module) -> bool:

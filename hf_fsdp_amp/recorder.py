@@ -193,7 +193,7 @@ class Recorder:
 
     def note_op(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One op has run."""
-        if func.namespace in _IGNORED_NAMESPACES:
+        if getattr(func, "namespace", "") in _IGNORED_NAMESPACES:
             return
         phase = self.phase
         node = current_node() if phase in ("backward", "recompute") else None
@@ -261,7 +261,19 @@ class Recorder:
 
 
 class RecordingMode(TorchDispatchMode):
-    """Hands every op to a recorder, forward and backward; runs it unchanged."""
+    """Hands every op to a recorder, forward and backward; runs it unchanged.
+
+    Functions that are compiled by themselves inside the model (flex attention) stay compiled, where torch lets a
+    mode allow that (`ignore_compile_internals`; 2.13 and 2.14 do): run eagerly, flex attention would build its whole
+    score matrix.
+    """
+
+    supports_higher_order_operators = True  # else torch refuses to run cond, flex_attention, ... under the mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch: dynamo compiles and runs compiled code under this mode as without it."""
+        return True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
