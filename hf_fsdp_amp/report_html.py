@@ -148,7 +148,7 @@ def _traffic(trace: Trace) -> list[dict[str, Any]]:
     totals: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     for c in trace.collectives:
-        if is_floating(c.dtype):
+        if is_floating(c.dtype) or c.kind == "all_gather":
             totals[c.kind, c.phase, c.dtype] += c.bytes
             counts[c.kind, c.phase, c.dtype] += c.count
     largest = max(totals.values(), default=1)

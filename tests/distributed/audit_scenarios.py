@@ -179,6 +179,18 @@ def amp(folder: Path, version: int) -> Result:
     return outcome(fix.report)
 
 
+def exact(folder: Path, version: int) -> Result:
+    fix = FSDPAutocast("exact", strict=True)
+    build(folder, version, callbacks=[fix]).train()
+    return outcome(fix.report)
+
+
+def exact_llama_accumulating(folder: Path, version: int) -> Result:
+    fix = FSDPAutocast("exact", strict=True)
+    build(folder, version, model=tiny_llama(), callbacks=[fix], gradient_accumulation_steps=2).train()
+    return outcome(fix.report)
+
+
 def amp_accumulating(folder: Path, version: int) -> Result:
     fix = FSDPAutocast()
     build(folder, version, callbacks=[fix], gradient_accumulation_steps=2).train()
