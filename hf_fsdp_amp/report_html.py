@@ -60,6 +60,7 @@ def render_html(report: PrecisionReport) -> str:
         facts=aspects(report.trace),
         root=root,
         stages=_stages(root),
+        present=[d for d in ("fp32", "bf16", "fp16", "fp8") if d in _present(report.trace)],
         traffic=_traffic(report.trace),
         memory=_memory(report.trace),
     )
@@ -111,6 +112,12 @@ def _nearest(boxes: dict[str, Box], kind: str) -> Box:
     while kind not in boxes:
         kind = kind.rpartition(".")[0]
     return boxes[kind]
+
+
+def _present(trace: Trace) -> set[str]:
+    """CSS classes of the dtypes that show in the picture."""
+    kinds = summarize(trace)
+    return {dtype_class(d) for k in kinds for d in (*k.storage, *k.compute, *k.runs, *k.inputs, *k.outputs)}
 
 
 def _stages(root: Box) -> list[Box]:
