@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from .patching import unwrap_model
+from .compiled import KEEPS_COMPILED, compile_notes, compile_stands_aside, compiled_inside, is_compiled
 from .policy import dtype_name
 from .recorder import Recorder, RecordingMode, largest_floating, tensors_in
 from .trace import (
@@ -25,7 +24,6 @@ from .trace import (
     ParameterRecord,
     ScalerRecord,
     Trace,
-    kind_of,
 )
 
 
@@ -79,7 +77,7 @@ class LiveRecording:
         self.recorder = Recorder(model, self.device_type, sequence)
         self._names, self._parameters = _read_parameters(model, self.recorder)
         self._buffer_names, self._buffers = _read_buffers(model, self.recorder)
-        self._compiled = {self.recorder.path_of(m) for m in model.modules() if _is_compiled(m)}
+        self._compiled = {self.recorder.path_of(m) for m in model.modules() if is_compiled(m)}
         if compiled:  # by a wrapper around it, of which the model itself bears no trace
             self._compiled.add("")
         self._handles: list[RemovableHandle] = []
@@ -105,7 +103,7 @@ class LiveRecording:
         keep(register_optimizer_step_pre_hook(self._before_optimizer))
         keep(register_optimizer_step_post_hook(self._after_optimizer))
         if self._compiled or not KEEPS_COMPILED:
-            self._stack.enter_context(_compile_stands_aside())
+            self._stack.enter_context(compile_stands_aside())
         self._stack.enter_context(self._mode)
         self.running = True
 
@@ -137,8 +135,8 @@ class LiveRecording:
         trace.loss = self._read_loss()
         trace.logits = self._logits
         trace.scaler = _read_scaler(optimizer)
-        trace.compiled = sorted(self._compiled | _compiled_inside(trace))
-        trace.notes.extend(_compile_notes(trace, self._compiled))
+        trace.compiled = sorted(self._compiled | compiled_inside(trace))
+        trace.notes.extend(compile_notes(trace, self._compiled))
         if not any(p.unit is not None for p in trace.parameters):
             for parameter in trace.parameters:
                 parameter.compute = parameter.compute or parameter.storage
@@ -190,62 +188,6 @@ class LiveRecording:
             record.dtype = dtype_name(self._loss.dtype)
             record.value = float(self._loss)
         return record
-
-
-KEEPS_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether this torch can run compiled code under a dispatch mode (2.13 and 2.14 can)."""
-
-
-def why_not_recordable(model: nn.Module, compiled: bool = False) -> str | None:
-    """One line saying why recording a step would harm this run; None where it would not.
-
-    Args:
-        model: the model.
-        compiled: torch.compile is known to wrap it from outside.
-    """
-    compiled = compiled or any(_is_compiled(module) for module in model.modules())
-    if compiled and not hasattr(torch.compiler, "set_stance"):
-        return "torch < 2.6 gives up a model's compiled code for good once a dispatch mode has been on: not audited."
-    config = getattr(unwrap_model(model), "config", None)
-    flex = getattr(config, "_attn_implementation", None) == "flex_attention"
-    if flex and (compiled or not KEEPS_COMPILED):
-        return "flex attention would run uncompiled and build its whole score matrix: not audited."
-    return None
-
-
-def _compile_stands_aside() -> contextlib.AbstractContextManager[Any]:
-    """Compiled code runs eagerly inside, and is neither compiled anew nor given up for good after it.
-
-    A dispatch mode alone makes dynamo skip the frames it meets, in torch 2.4 to 2.13 for the rest of the process.
-    """
-    set_stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
-    return contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
-
-
-def _compiled_inside(trace: Trace) -> set[str]:
-    """Modules in which a function ran compiled: autograd shows its backward as one node."""
-    return {op.module for op in trace.ops if op.node is not None and "CompiledFunction" in op.node}
-
-
-def _compile_notes(trace: Trace, compiled: set[str]) -> list[str]:
-    notes = []
-    if compiled:
-        where = ", ".join(path or "the whole model" for path in sorted(compiled)[:4])
-        notes.append(
-            f"torch.compile stood aside during this step ({where}): these are the ops of the eager model; "
-            "what the compiled code fuses or keeps in another dtype is not seen."
-        )
-    if inside := sorted({kind_of(path) for path in _compiled_inside(trace)}):
-        where = ", ".join(path or "the whole model" for path in inside[:4])
-        notes.append(
-            f"a compiled function ran in {where}: the ops inside it are not seen, only its inputs' and outputs'."
-        )
-    return notes
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is torch.compile's wrapper, or was compiled in place (``module.compile()``)."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _read_parameters(

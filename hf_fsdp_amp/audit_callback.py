@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from .audit import why_not_recordable
+from .compiled import why_not_recordable
 from .contract import make_contract
 from .facts import RunFacts, find_disagreement, read_facts
 from .findings import describe_findings

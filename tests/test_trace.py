@@ -128,7 +128,7 @@ def test_nothing_stays_behind() -> None:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
     assert _modes() == 0
-    assert torch.compiler._stance.stance == "default" if hasattr(torch.compiler, "_stance") else True
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def test_a_forward_that_raises_ends_it() -> None:
@@ -220,15 +220,15 @@ def test_higher_order_ops_run_under_the_recording() -> None:
 
 
 def test_what_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fsdp_amp import audit
+    from hf_fsdp_amp import compiled
 
     model = tiny_llama()
-    assert audit.why_not_recordable(model, compiled=True) is None
+    assert compiled.why_not_recordable(model, compiled=True) is None
     model.config._attn_implementation = "flex_attention"
-    assert audit.why_not_recordable(model) is None
-    assert "score matrix" in (audit.why_not_recordable(model, compiled=True) or "")
-    monkeypatch.setattr(audit, "KEEPS_COMPILED", False)
-    assert "score matrix" in (audit.why_not_recordable(model) or "")
+    assert compiled.why_not_recordable(model) is None
+    assert "score matrix" in (compiled.why_not_recordable(model, compiled=True) or "")
+    monkeypatch.setattr(compiled, "KEEPS_COMPILED", False)
+    assert "score matrix" in (compiled.why_not_recordable(model) or "")
 
 
 def test_autograd() -> None:
