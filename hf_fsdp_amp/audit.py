@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .compiled import KEEPS_COMPILED, compile_notes, compile_stands_aside, compiled_inside, is_compiled
 from .policy import dtype_name
 from .recorder import Recorder, RecordingMode, largest_floating, tensors_in
 from .trace import (
@@ -28,7 +29,12 @@ from .trace import (
 
 @contextlib.contextmanager
 def record_precision(
-    model: nn.Module, *, device_type: str | None = None, optimizer: Any = None, sequence: bool = False
+    model: nn.Module,
+    *,
+    device_type: str | None = None,
+    optimizer: Any = None,
+    sequence: bool = False,
+    compiled: bool = False,
 ) -> Iterator[Trace]:
     """Record what one training step really computes in which dtype, forward and backward.
 
@@ -41,11 +47,12 @@ def record_precision(
         device_type: device type the model computes on; default is where its parameters are.
         optimizer: the optimizer, for the gradient scaler that accelerate keeps on it; its state is found without.
         sequence: keep the order of the ops in `Trace.sequence`.
+        compiled: the step runs ``torch.compile(model)``, and `model` is the module inside, which bears no trace of it.
 
     Yields:
         The trace, empty until the block is left.
     """
-    audit = LiveRecording(model, device_type=device_type, sequence=sequence)
+    audit = LiveRecording(model, device_type=device_type, sequence=sequence, compiled=compiled)
     trace = Trace(device_type=audit.device_type)
     audit.start()
     try:
@@ -70,7 +77,7 @@ class LiveRecording:
         self.recorder = Recorder(model, self.device_type, sequence)
         self._names, self._parameters = _read_parameters(model, self.recorder)
         self._buffer_names, self._buffers = _read_buffers(model, self.recorder)
-        self._compiled = {self.recorder.path_of(m) for m in model.modules() if _is_compiled(m)}
+        self._compiled = {self.recorder.path_of(m) for m in model.modules() if is_compiled(m)}
         if compiled:  # by a wrapper around it, of which the model itself bears no trace
             self._compiled.add("")
         self._handles: list[RemovableHandle] = []
@@ -95,7 +102,8 @@ class LiveRecording:
             keep(module.register_forward_hook(self._leave, always_call=True))
         keep(register_optimizer_step_pre_hook(self._before_optimizer))
         keep(register_optimizer_step_post_hook(self._after_optimizer))
-        self._stack.enter_context(_compile_stands_aside())
+        if self._compiled or not KEEPS_COMPILED:
+            self._stack.enter_context(compile_stands_aside())
         self._stack.enter_context(self._mode)
         self.running = True
 
@@ -127,13 +135,8 @@ class LiveRecording:
         trace.loss = self._read_loss()
         trace.logits = self._logits
         trace.scaler = _read_scaler(optimizer)
-        trace.compiled = sorted(self._compiled)
-        if trace.compiled:
-            where = ", ".join(path or "the whole model" for path in trace.compiled[:4])
-            trace.notes.append(
-                f"torch.compile stood aside during this step ({where}): these are the ops of the eager model; "
-                "what the compiled code fuses or keeps in another dtype is not seen."
-            )
+        trace.compiled = sorted(self._compiled | compiled_inside(trace))
+        trace.notes.extend(compile_notes(trace, self._compiled))
         if not any(p.unit is not None for p in trace.parameters):
             for parameter in trace.parameters:
                 parameter.compute = parameter.compute or parameter.storage
@@ -185,20 +188,6 @@ class LiveRecording:
             record.dtype = dtype_name(self._loss.dtype)
             record.value = float(self._loss)
         return record
-
-
-def _compile_stands_aside() -> contextlib.AbstractContextManager[Any]:
-    """Compiled code runs eagerly inside, and is neither compiled anew nor given up for good after it.
-
-    A dispatch mode alone makes dynamo skip the frames it meets, in torch 2.4 to 2.13 for the rest of the process.
-    """
-    set_stance = getattr(torch.compiler, "set_stance", None)  # torch >= 2.6
-    return contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is torch.compile's wrapper, or was compiled in place (``module.compile()``)."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _read_parameters(

@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from .compiled import why_not_recordable
 from .contract import make_contract
 from .facts import RunFacts, find_disagreement, read_facts
 from .findings import describe_findings
+from .log import get_logger
 from .policy import PrecisionPolicy
 from .report import PrecisionReport, RunRecord
 from .step_audit import StepAudit, publish
 from .trackers import log_report
+
+logger = get_logger(__name__)
 
 
 class PrecisionAudit(TrainerCallback):
@@ -59,13 +63,19 @@ class PrecisionAudit(TrainerCallback):
         self._abandon()  # one whose step raised
         model = kwargs["model"]
         self._facts = read_facts(args, model)
+        compiled = bool(getattr(args, "torch_compile", False))
+        if reason := why_not_recordable(model, compiled):
+            self._audited[id(args)] = args
+            if self._facts.is_main_process:
+                logger.warning(reason)
+            return
         policy = self._policy(args) if self._policy is not None else None
         contract = make_contract(policy, self._facts, find_disagreement(self._facts) or "")
         settings = {"per_device_train_batch_size": str(args.per_device_train_batch_size)}
         settings["gradient_accumulation_steps"] = str(args.gradient_accumulation_steps)
         run = RunRecord(world_size=args.world_size, step=state.global_step + 1, args=settings)
         run.policy = policy.describe() if policy is not None else ""
-        self._audit = StepAudit(model, contract, run, compiled=bool(getattr(args, "torch_compile", False)))
+        self._audit = StepAudit(model, contract, run, compiled=compiled)
         self._audit.start()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ def current_node() -> Node | None:
     return torch._C._current_autograd_node()
 
 
-def label_nodes(tensors: Iterable[torch.Tensor], owner: object, path: str) -> None:
+def label_nodes(tensors: Iterable[torch.Tensor], owner: int, path: str) -> None:
     """Mark every node that leads to `tensors` and has no mark yet as made by module `path`.
 
     Called with a module's inputs when it is entered (what is unmarked then, its caller made) and with its outputs
@@ -36,10 +36,10 @@ def label_nodes(tensors: Iterable[torch.Tensor], owner: object, path: str) -> No
 
     Args:
         tensors: tensors whose history to walk.
-        owner: who marks; the marks of another owner count as none.
+        owner: number of who marks; the marks of another count as none, and stay on nodes that outlive a step.
         path: module path.
     """
-    mark = (id(owner), path)
+    mark = (owner, path)
     pending = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while pending:
         node = pending.pop()
@@ -50,12 +50,12 @@ def label_nodes(tensors: Iterable[torch.Tensor], owner: object, path: str) -> No
         pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def label_of(node: Node | None, owner: object) -> str | None:
+def label_of(node: Node | None, owner: int) -> str | None:
     """The module path `owner` marked a node with; None where it did not."""
     if node is None:
         return None
     metadata = _metadata(node)
-    return metadata[_LABEL][1] if _owner(metadata) == id(owner) else None
+    return metadata[_LABEL][1] if _owner(metadata) == owner else None
 
 
 def _owner(metadata: _Marks) -> int | None:

@@ -11,7 +11,7 @@ from .report_table import aspects
 from .summary import KindSummary, summarize
 
 _MAX_KINDS = 16
-_COMPARED = ("storage", "compute", "gradient", "inputs", "outputs", "runs", "backward", "autocast", "is_unit")
+_COMPARED = ("storage", "compute", "gradient", "inputs", "outputs", "runs", "backward", "is_unit")
 _LABELS = {"storage": "master", "compute": "weights", "runs": "computes", "inputs": "in", "outputs": "out"}
 
 

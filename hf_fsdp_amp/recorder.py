@@ -5,6 +5,7 @@ Used by the live audit and, over fake tensors, by a dry run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ except ImportError:  # torch 2.4 and 2.5
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _IGNORED_NAMESPACES = ("profiler", "prim")
 _IN_PLACE_SUMS = ("aten.add_.Tensor", "aten._foreach_add_.List")
+_NUMBERS = itertools.count(1)
 
 
 def clean_path(name: str) -> str:
@@ -77,6 +79,7 @@ class Recorder:
         self.gradient_shapes: set[tuple[int, ...]] = {tuple(p.shape) for p in model.parameters()}
         self.in_optimizer = False
         self.backward_start: torch.Tensor | None = None
+        self._number = next(_NUMBERS)
         self._index: dict[tuple[Any, ...], int] = {}
         self._stack: list[tuple[int, str]] = []
         self._recomputed = ""  # module whose forward is being recomputed without its hooks having run
@@ -129,7 +132,7 @@ class Recorder:
         path = self._paths[id(module)]
         if not self._stack and in_backward():  # transformers >= 5.2x checkpoints forward, not the call: no hooks run
             self._recomputed = path.rpartition(".")[0]
-        label_nodes(tensors_in((args, kwargs)), self, self._running(None))
+        label_nodes(tensors_in((args, kwargs)), self._number, self._running(None))
         self._stack.append((id(module), path))
         record = self.modules[path]
         self._called.setdefault(path)
@@ -175,7 +178,7 @@ class Recorder:
     def leave(self, module: nn.Module, output: Any) -> None:
         """After everything else, also where the forward raised (`output` is None then)."""
         path = self._paths[id(module)]
-        label_nodes(tensors_in(output), self, path)
+        label_nodes(tensors_in(output), self._number, path)
         if id(module) in self._outermost:
             record = self.modules[path]
             record.outputs_given = _merge(record.outputs_given, floating_dtypes(output))
@@ -186,11 +189,11 @@ class Recorder:
 
     def _running(self, node: Any) -> str:
         """Path of the module whose code runs: the innermost call, else what is recomputed, else who made the node."""
-        return self._stack[-1][1] if self._stack else self._recomputed or label_of(node, self) or ""
+        return self._stack[-1][1] if self._stack else self._recomputed or label_of(node, self._number) or ""
 
     def note_op(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One op has run."""
-        if func.namespace in _IGNORED_NAMESPACES:
+        if getattr(func, "namespace", "") in _IGNORED_NAMESPACES:
             return
         phase = self.phase
         node = current_node() if phase in ("backward", "recompute") else None
@@ -258,7 +261,19 @@ class Recorder:
 
 
 class RecordingMode(TorchDispatchMode):
-    """Hands every op to a recorder, forward and backward; runs it unchanged."""
+    """Hands every op to a recorder, forward and backward; runs it unchanged.
+
+    Functions that are compiled by themselves inside the model (flex attention) stay compiled, where torch lets a
+    mode allow that (`ignore_compile_internals`; 2.13 and 2.14 do): run eagerly, flex attention would build its whole
+    score matrix.
+    """
+
+    supports_higher_order_operators = True  # else torch refuses to run cond, flex_attention, ... under the mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch: dynamo compiles and runs compiled code under this mode as without it."""
+        return True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

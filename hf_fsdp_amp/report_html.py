@@ -60,6 +60,7 @@ def render_html(report: PrecisionReport) -> str:
         facts=aspects(report.trace),
         root=root,
         stages=_stages(root),
+        present=[d for d in ("fp32", "bf16", "fp16", "fp8") if d in _present(report.trace)],
         traffic=_traffic(report.trace),
         memory=_memory(report.trace),
     )
@@ -113,6 +114,12 @@ def _nearest(boxes: dict[str, Box], kind: str) -> Box:
     return boxes[kind]
 
 
+def _present(trace: Trace) -> set[str]:
+    """CSS classes of the dtypes that show in the picture."""
+    kinds = summarize(trace)
+    return {dtype_class(d) for k in kinds for d in (*k.storage, *k.compute, *k.runs, *k.inputs, *k.outputs)}
+
+
 def _stages(root: Box) -> list[Box]:
     """The boxes along the residual stream: containers with no weights and no layers of their own are opened.
 
@@ -148,7 +155,7 @@ def _traffic(trace: Trace) -> list[dict[str, Any]]:
     totals: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     for c in trace.collectives:
-        if is_floating(c.dtype):
+        if is_floating(c.dtype) or c.kind == "all_gather":
             totals[c.kind, c.phase, c.dtype] += c.bytes
             counts[c.kind, c.phase, c.dtype] += c.count
     largest = max(totals.values(), default=1)

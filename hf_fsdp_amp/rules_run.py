@@ -87,7 +87,7 @@ def accumulate_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
     severity: Severity = "error"
     if contract.accepts_low_gather:
         severity = "note" if contract.reduce_dtype == dtype else "warning"
-    yield Finding("accumulate-half", severity, kind_of(found[0].module), evidence, fix)
+    yield Finding("accumulate-half", severity, _unit_kind(trace, found[0].module), evidence, fix)
 
 
 def master_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
@@ -126,7 +126,8 @@ def logits_upcast(trace: Trace, contract: Contract) -> Iterator[Finding]:
         numel *= length
     evidence = f"logits {list(logits.shape)} come out of {logits.module or 'the model'} in {logits.made_dtype} and "
     evidence += f"reach the caller as fp32: a copy of {numel * 4:,} bytes."
-    fix = "patch_model(model, dtype) (FSDPAutocast does): it strips accelerate's convert_outputs_to_fp32."
+    fix = "patch_model(model, dtype) strips accelerate's convert_outputs_to_fp32 (FSDPAutocast does so under FSDP); "
+    fix += "where the model itself casts its logits, a loss over chunks of them."
     yield Finding("logits-upcast", "warning", kind_of(logits.module), evidence, fix)
 
 

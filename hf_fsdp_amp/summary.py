@@ -54,11 +54,7 @@ def is_norm(cls: str) -> bool:
 
 
 def compute_dtypes(ops: list[OpRecord]) -> tuple[str, ...]:
-    """Floating dtypes the ops compute in, matmuls' first, then by number of runs; moves and casts don't count.
-
-    An op computes in the dtype of its first floating input (a cast's input is what it came from, so casts are left
-    out); an op without floating inputs in that of its output.
-    """
+    """Floating dtypes the ops compute in, matmuls' first, then by number of runs; moves and casts don't count."""
     counts: Counter[str] = Counter()
     for op in ops:
         if is_move(op):
@@ -70,8 +66,15 @@ def compute_dtypes(ops: list[OpRecord]) -> tuple[str, ...]:
 
 
 def op_dtype(op: OpRecord) -> str | None:
-    """The dtype an op computes in: the first floating one among inputs, else outputs; None where there is none."""
-    return next((d for d in (*op.inputs, *op.outputs) if is_floating(d)), None)
+    """The dtype an op computes in; None where nothing floating goes in or out.
+
+    Its inputs' where they agree, the result's where they don't: elementwise ops promote (bf16 + fp32 is fp32).
+    """
+    given = dict.fromkeys(d for d in op.inputs if is_floating(d))
+    made = [d for d in op.outputs if is_floating(d)]
+    if len(given) == 1 or not made:
+        return next(iter(given), None)
+    return made[0]
 
 
 def is_floating(dtype: str) -> bool:

@@ -129,7 +129,7 @@ class CollectiveRecord:
     Args:
         kind: see `CollectiveKind`.
         op: the c10d op, e.g. ``c10d._allgather_base_.default``.
-        dtype: what is on the wire.
+        dtype: what is on the wire; ``uint8`` where FSDP2 packs parameters of several dtypes into one all-gather.
         module: path of the module during whose call (or backward) it was issued: with prefetching, not the owner.
         phase: see `Phase`.
         count: number of runs.

@@ -244,3 +244,20 @@ def test_audit_of_a_training_run(tmp_path: Path) -> None:
     assert (loss.step, round(loss.value, 4)) == (1, round(scalars["precision/loss"], 4))
     (summary,) = events.Tensors("precision/report/text_summary")
     assert b"transformer.blocks.*.norm_{1,2}" in summary.tensor_proto.string_val[0]
+
+
+def test_the_schema_is_documented() -> None:
+    """Every field of every record, and every finding's code, is named in docs/precision-json.md."""
+    import dataclasses
+
+    from hf_fsdp_amp import contract, rules_model, rules_run, trace
+
+    docs = (Path(__file__).parents[1] / "docs" / "precision-json.md").read_text()
+    assert SCHEMA in docs
+    records = [r for r in vars(trace).values() if dataclasses.is_dataclass(r)]
+    for record in [*records, RunRecord, contract.Finding]:
+        for field in dataclasses.fields(record):
+            assert re.search(rf"\b{field.name}\b", docs), f"{record.__name__}.{field.name}"
+    for rules in (rules_run, rules_model):
+        for code in re.findall(r'Finding\(\s*"([a-z0-9-]+)"', Path(rules.__file__).read_text()):
+            assert f"`{code}`" in docs, code

@@ -17,6 +17,7 @@ from hf_fsdp_amp.recorder import clean_path
 from hf_fsdp_amp.trace import OpRecord, Trace, kind_of
 
 from .audit_models import Toy, train_step
+from .distributed.training import tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_nothing_stays_behind() -> None:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
     assert _modes() == 0
-    assert torch.compiler._stance.stance == "default" if hasattr(torch.compiler, "_stance") else True
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def test_a_forward_that_raises_ends_it() -> None:
@@ -163,7 +164,7 @@ def test_compiled_model_is_seen_eagerly_and_compiles_afterwards() -> None:
     counters.clear()
     model = Toy()
     compiled: Any = torch.compile(model, backend="eager")
-    trace = train_step(model, call=compiled)
+    trace = train_step(model, call=compiled, compiled=True)
     assert ops(trace, "addmm", module="head", phase="forward")
     assert not counters["stats"]
     compiled(torch.arange(16).reshape(2, 8))["loss"].backward()
@@ -180,6 +181,56 @@ def test_trace_says_that_compile_stood_aside() -> None:
     torch._dynamo.reset()
 
 
+def test_functions_compiled_inside_stay_compiled() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+
+    @torch.compile(backend="aot_eager")
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.transpose(-1, -2), -1) @ x
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scores(self.proj(x)).sum()
+
+    model, x = Compiled(), torch.ones(2, 3, 4)
+    with record_precision(model) as trace:
+        model(x).backward()
+    model(x).backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert trace.compiled == [""]
+    assert "a compiled function ran in the whole model" in trace.notes[0]
+    assert ops(trace, "mm", module="proj", phase="backward")
+    torch._dynamo.reset()
+
+
+def test_higher_order_ops_run_under_the_recording() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+    with record_precision(Branch()) as trace, torch.no_grad():
+        Branch()(torch.ones(2))
+    assert isinstance(trace, Trace)
+
+
+def test_what_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_fsdp_amp import compiled
+
+    model = tiny_llama()
+    assert compiled.why_not_recordable(model, compiled=True) is None
+    model.config._attn_implementation = "flex_attention"
+    assert compiled.why_not_recordable(model) is None
+    assert "score matrix" in (compiled.why_not_recordable(model, compiled=True) or "")
+    monkeypatch.setattr(compiled, "KEEPS_COMPILED", False)
+    assert "score matrix" in (compiled.why_not_recordable(model) or "")
+
+
 def test_autograd() -> None:
     """The two private names of autograd that `autograd.py` reads, and the labels."""
     seen: list[Any] = []
@@ -194,14 +245,14 @@ def test_autograd() -> None:
             seen.append((in_backward(), label_of(current_node(), owner), torch.is_grad_enabled()))
             return grad * 2
 
-    owner = object()
+    owner = -1
     assert not in_backward()
     assert current_node() is None
     x = torch.ones(2, requires_grad=True)
     y = Look.apply(x)
     label_nodes([y], owner, "a.b")
     label_nodes([y.sum()], owner, "later")
-    assert label_of(y.grad_fn, object()) is None
+    assert label_of(y.grad_fn, -2) is None
     y.sum().backward()
     assert seen == [(True, "a.b", False)]
 

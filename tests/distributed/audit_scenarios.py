@@ -179,6 +179,38 @@ def amp(folder: Path, version: int) -> Result:
     return outcome(fix.report)
 
 
+def exact(folder: Path, version: int) -> Result:
+    fix = FSDPAutocast("exact", strict=True)
+    build(folder, version, callbacks=[fix]).train()
+    return outcome(fix.report)
+
+
+def exact_llama_accumulating(folder: Path, version: int) -> Result:
+    fix = FSDPAutocast("exact", strict=True)
+    build(folder, version, model=tiny_llama(), callbacks=[fix], gradient_accumulation_steps=2).train()
+    return outcome(fix.report)
+
+
+def amp_accumulating(folder: Path, version: int) -> Result:
+    fix = FSDPAutocast()
+    build(folder, version, callbacks=[fix], gradient_accumulation_steps=2).train()
+    return outcome(fix.report)
+
+
+def amp_lora(folder: Path, version: int) -> Result:
+    """A bf16 base that is frozen, and fp32 adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_llama().to(torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    fix = FSDPAutocast()
+    build(folder, version, model=model, callbacks=[fix]).train()
+    return outcome(fix.report)
+
+
 def stock_strict(folder: Path, version: int) -> Result:
     """The report is there on both ranks, and training stopped after one step."""
     fix = FSDPAutocast("stock", strict=True)

@@ -10,7 +10,8 @@ from .launch import Outcome, run_scenarios
 
 BOTH = (
     "stock clean clean_accumulation reduce_half accumulate_half cache_over_fp32_gather fp32_gather_without_cache "
-    "checkpointed checkpointed_reentrant amp losses stock_strict second_run"
+    "checkpointed checkpointed_reentrant amp losses stock_strict second_run "
+    "amp_accumulating amp_lora exact exact_llama_accumulating"
 )
 SCENARIOS = [f"{name}@{version}" for name in BOTH.split() for version in (1, 2)]
 SCENARIOS += ["stock@0", "output_half@2", "reduce_half_by_choice@2", "buffer_half@1", "accumulating@0", "inactive@2"]
@@ -70,9 +71,20 @@ def test_stock_fsdp2(result: Any) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_amp_has_notes_only(result: Any, version: int) -> None:
+    """On CPU, FSDP2 keeps norm weights in fp32 under `amp`: its layer_norm takes no mixed dtypes."""
     amp = result("amp", version)
-    assert codes(amp) == {"norm-half", "embedding-half"}
+    assert codes(amp) == ({"norm-half", "embedding-half"} if version == 1 else {"embedding-half"})
     assert codes(amp, "note") == codes(amp)
+
+
+@pytest.mark.parametrize("name", ["exact", "exact_llama_accumulating"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_exact_has_no_findings(result: Any, name: str, version: int) -> None:
+    exact = result(name, version)
+    assert exact["findings"] == []
+    assert exact["aspects"]["embedding out"] == exact["aspects"]["norm out"] == "fp32"
+    assert exact["aspects"]["matmul"] == "bf16"
+    assert ("fp32 bf16 fp32" in exact["parameters"]) == (version == 2), "matmul weights are gathered in bf16"
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -114,9 +126,25 @@ def test_output_half(result: Any) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_accumulate_half(result: Any, version: int) -> None:
     planted, clean = result("accumulate_half", version), result("clean_accumulation", version)
-    assert "accumulate-half" in codes(planted, "error")
+    unit = "blocks.*" if version == 1 else ""
+    assert ["accumulate-half", "error", unit] in planted["findings"]
     assert clean["micro_batches"] == 2
     assert "accumulate-half" not in codes(clean)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accumulation_under_amp(result: Any, version: int) -> None:
+    """FSDP1 keeps unsynchronised gradients in the gather dtype, which `amp` cannot change: a warning."""
+    found = result("amp_accumulating", version)["findings"]
+    serious = [finding for finding in found if finding[1] != "note"]
+    assert serious == ([["accumulate-half", "warning", "transformer.blocks.*"]] if version == 1 else [])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_lora_on_a_bf16_base_has_no_errors(result: Any, version: int) -> None:
+    lora = result("amp_lora", version)
+    assert codes(lora, "error") == set()
+    assert "fp32 bf16 fp32" in lora["parameters"]
 
 
 def test_accumulation_under_ddp_has_no_error(result: Any) -> None:
