@@ -13,6 +13,7 @@ from .consumption import Consumption, describe_experts, read_consumption
 from .costs import gathered_bytes
 from .param_dtypes import canonical_name
 from .policy import PrecisionPolicy, dtype_name
+from .sharding import read_units
 
 
 @dataclass
@@ -78,6 +79,8 @@ def norms_that_need_fp32(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
     reject low weights with fp32 activations, and CPU's autocast leaves them alone; CUDA's runs them in fp32
     (torch 2.4 to 2.14).
     """
+    if any(unit.has_run for unit in read_units(model)):  # it runs as it is, and a gathered dtype can't change any more
+        return set()
     on_cpu = policy.device_type == "cpu"
     if not on_cpu and not any(getattr(m, "running_mean", None) is not None for m in model.modules()):
         return set()

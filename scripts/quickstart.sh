@@ -23,12 +23,19 @@ train() {
 echo "== Fine-tuning with FSDPAutocast under FSDP2"
 train --fsdp --fsdp_config scripts/configs/fsdp2.json --preset amp --output_dir "$out" \
     --max_steps 400 --warmup_steps 20 --save_steps 200 --eval_strategy steps --eval_steps 100
-echo "== One step each without it, for comparison: stock FSDP2, and DDP, which FSDP should equal"
-one_step=(--preset stock --max_steps 1 --save_strategy no --sample_tokens 0 --max_rows 1500)
-train "${one_step[@]}" --fsdp --fsdp_config scripts/configs/fsdp2.json --output_dir "$out/stock" >"$out/stock.log" 2>&1
-train "${one_step[@]}" --preset amp --fsdp --fsdp_config scripts/configs/fsdp2.json --output_dir "$out/ours" >"$out/ours.log" 2>&1
-train "${one_step[@]}" --output_dir "$out/ddp" >"$out/ddp.log" 2>&1
+echo "== The same first step in other ways: DDP, which FSDP should equal; FSDP2 as it comes; presets amp and exact"
+one_step() {
+    name="$1"
+    shift
+    train --max_steps 1 --save_strategy no --sample_tokens 0 --max_rows 1500 --output_dir "$out/$name" "$@" \
+        >"$out/$name.log" 2>&1 || { tail -20 "$out/$name.log" >&2; exit 1; }
+}
+fsdp2=(--fsdp --fsdp_config scripts/configs/fsdp2.json)
+one_step ddp --preset stock
+one_step stock --preset stock "${fsdp2[@]}"
+one_step amp --preset amp "${fsdp2[@]}"
+one_step exact --preset exact "${fsdp2[@]}"
 
-echo "== What each computes, in the same first step"
-"$python" scripts/compare_precision.py "DDP=$out/ddp" "FSDP2 stock=$out/stock" "FSDP2 + FSDPAutocast=$out/ours"
-echo "The model, its checkpoints, loss.png, sample.txt and precision.json are in $out"
+"$python" scripts/compare_precision.py "DDP=$out/ddp" "FSDP2 stock=$out/stock" "FSDP2 amp=$out/amp" \
+    "FSDP2 exact=$out/exact" --svg "$out/compare.svg"
+echo "The model, its checkpoints, loss.png, sample.txt and precision.html are in $out"

@@ -247,12 +247,12 @@ def test_audit_of_a_training_run(tmp_path: Path) -> None:
 
 
 def test_the_schema_is_documented() -> None:
-    """Every field of every record, and every finding's code, is named in docs/precision-json.md."""
+    """Every field of every record, and every finding's code, is named in hf_fsdp_amp/precision_json.md."""
     import dataclasses
 
     from hf_fsdp_amp import contract, rules_model, rules_run, trace
 
-    docs = (Path(__file__).parents[1] / "docs" / "precision-json.md").read_text()
+    docs = (Path(__file__).parents[1] / "hf_fsdp_amp" / "precision_json.md").read_text()
     assert SCHEMA in docs
     records = [r for r in vars(trace).values() if dataclasses.is_dataclass(r)]
     for record in [*records, RunRecord, contract.Finding]:
