@@ -22,7 +22,7 @@ train() {
 
 echo "== Fine-tuning with FSDPAutocast under FSDP2"
 train --fsdp --fsdp_config scripts/configs/fsdp2.json --preset amp --output_dir "$out" \
-    --max_steps 400 --warmup_steps 20 --save_steps 200 --eval_strategy steps --eval_steps 100
+    --max_steps 300 --warmup_steps 20 --save_steps 150 --eval_strategy steps --eval_steps 100
 echo "== The same first step in other ways: DDP, which FSDP should equal; FSDP2 as it comes; presets amp and exact"
 one_step() {
     name="$1"
