@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, Value, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -45,6 +45,16 @@ class DataArguments:
     )
     block_size: int = field(default=256, metadata={"help": "Tokens per packed block."})
     max_rows: int | None = field(default=None, metadata={"help": "Use at most this many training rows."})
+
+
+def check_arguments(arguments: DataArguments) -> None:
+    """Raises UsageError where a number cannot work, whatever the data."""
+    if arguments.block_size < 2:
+        raise UsageError(f"--block_size {arguments.block_size}: use 2 tokens or more.")
+    if arguments.max_rows is not None and arguments.max_rows < 1:
+        raise UsageError(f"--max_rows {arguments.max_rows}: use 1 or more, or leave it out for all rows.")
+    if not 0 < arguments.validation_fraction < 1:
+        raise UsageError(f"--validation_fraction {arguments.validation_fraction}: use a share between 0 and 1.")
 
 
 def load_rows(arguments: DataArguments, seed: int) -> DatasetDict:
@@ -131,6 +141,13 @@ def _hold_out(rows: Dataset, fraction: float, seed: int) -> DatasetDict:
 def _only_text(rows: Dataset, what: str) -> Dataset:
     for columns in (["prompt", "completion"], ["text"]):
         if set(columns) <= set(rows.column_names):
+            for column in columns:
+                feature = rows.features[column]
+                kind = str(feature.dtype) if isinstance(feature, Value) else type(feature).__name__.lower()
+                if "string" not in kind:  # string, large_string, string_view
+                    raise UsageError(
+                        f"{what}: column {column!r} holds {kind}, not text; write it as strings, in jsonl."
+                    )
             return rows.select_columns(columns)
     found = ", ".join(map(repr, rows.column_names))
     raise UsageError(f"{what}: needs a column 'text', or 'prompt' and 'completion'; it has {found}.")
@@ -185,17 +202,26 @@ def tokenize(row: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def pack(rows: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
-    """Rows laid end to end and cut into blocks of `block_size` tokens; what is left over at the end is dropped."""
+    """Rows laid end to end and cut into blocks of `block_size` tokens; what is left over at the end is dropped.
+
+    So is a block without a label for the loss (it lies within one long prompt): a batch of such blocks alone would be
+    a step that learns nothing. The first label of a block is not counted, for the loss predicts from the second on.
+    """
     joined = {name: [token for row in column for token in row] for name, column in rows.items()}
     whole = len(joined["input_ids"]) // block_size * block_size
-    return {name: [ids[i : i + block_size] for i in range(0, whole, block_size)] for name, ids in joined.items()}
+    starts = [
+        start
+        for start in range(0, whole, block_size)
+        if any(label != IGNORED for label in joined["labels"][start + 1 : start + block_size])
+    ]
+    return {name: [ids[start : start + block_size] for start in starts] for name, ids in joined.items()}
 
 
 def make_blocks(rows: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_size: int) -> DatasetDict:
     """Tokenized and packed splits with ``input_ids`` and ``labels`` of `block_size` tokens.
 
     Raises:
-        UsageError: a split has fewer tokens than one block.
+        UsageError: a split has fewer tokens than one block, or no completion token in any.
     """
     blocks = DatasetDict()
     for split, data in rows.items():
@@ -206,6 +232,10 @@ def make_blocks(rows: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_siz
         )
         if len(blocks[split]) == 0:
             tokens = sum(len(ids) for ids in tokenized["input_ids"])
+            if tokens >= block_size:
+                raise UsageError(
+                    f"--block_size {block_size}: no block of the {split} split holds part of a completion."
+                )
             raise UsageError(
                 f"--block_size {block_size}: the {split} split has only {tokens} tokens; use a smaller one."
             )

@@ -56,15 +56,15 @@ def load_tokenizer(arguments: ModelArguments, rows: Dataset, training: TrainingA
         if tokenizer.eos_token_id is None:
             raise UsageError(f"--model_name_or_path {arguments.model_name_or_path}: its tokenizer has no end of text.")
         return tokenizer
-    folder = Path(training.output_dir) / "tokenizer"
+    folder = Path(str(training.output_dir)) / "tokenizer"
     with training.main_process_first(local=False, desc="training the tokenizer"):
         if training.process_index == 0:
             train_tokenizer(rows).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
-def load_config(arguments: ModelArguments, vocab_size: int, block_size: int) -> Any:
-    """The checkpoint's config or one by size, checked against the block size (tokens).
+def load_config(arguments: ModelArguments, block_size: int) -> Any:
+    """The checkpoint's config, or one by size whose vocabulary is yet to be set; checked against the block size.
 
     Raises:
         UsageError: unknown size, a checkpoint that cannot be loaded, or blocks longer than the model's sequences.
@@ -78,9 +78,7 @@ def load_config(arguments: ModelArguments, vocab_size: int, block_size: int) -> 
             raise UsageError(_cannot_load(arguments, error)) from error
     elif arguments.model_size in SIZES:
         width, heads, layers = SIZES[arguments.model_size]
-        config = MptConfig(
-            d_model=width, n_heads=heads, n_layers=layers, max_seq_len=arguments.max_seq_len, vocab_size=vocab_size
-        )
+        config = MptConfig(d_model=width, n_heads=heads, n_layers=layers, max_seq_len=arguments.max_seq_len)
     else:
         raise UsageError(f"--model_size {arguments.model_size!r}: use one of {', '.join(SIZES)}.")
     longest = getattr(config, "max_seq_len", None) or getattr(config, "max_position_embeddings", None)

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetune_data import DataArguments, UsageError, load_rows, make_blocks
+from finetune_checkpoint import checkpoint_to_resume
+from finetune_data import DataArguments, UsageError, check_arguments, load_rows, make_blocks
 from finetune_model import ModelArguments, load_config, load_model, load_tokenizer
 from finetune_report import draw_losses, sample, write_card
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
-from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp, log
+from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp, log, resolve_policy
 
 SAMPLE_PROMPT = "# json\ndef dumps(obj, indent=None):\n"
 
@@ -83,7 +83,7 @@ def parse() -> tuple[ModelArguments, DataArguments, PrecisionArguments, SampleAr
     groups = (ModelArguments, DataArguments, PrecisionArguments, SampleArguments, TrainingArguments)
     try:
         model, data, precision, sampling, training = HfArgumentParser(groups).parse_args_into_dataclasses()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: --fsdp_config names a file that is not there
         raise UsageError(str(error).splitlines()[0]) from error
     fsdp = bool(training.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if fsdp and training.world_size == 1:
@@ -94,33 +94,11 @@ def parse() -> tuple[ModelArguments, DataArguments, PrecisionArguments, SampleAr
 def callbacks_for(arguments: PrecisionArguments) -> list[TrainerCallback]:
     """The callback of the preset; `stock` only audits. Raises UsageError on unknown options."""
     try:
+        # what the preset itself refuses (exact with a low reduction), before any data is read; the dtype is no matter
+        resolve_policy(arguments.preset, "bf16", reduce_dtype=arguments.reduce_dtype)
         return [FSDPAutocast(arguments.preset, reduce_dtype=arguments.reduce_dtype)]
     except ValueError as error:
         raise UsageError(f"--preset/--reduce_dtype: {error}") from error
-
-
-def checkpoint_to_resume(training: TrainingArguments) -> str | None:
-    """The checkpoint to go on from; `--resume_from_checkpoint auto` takes the last one in the output folder.
-
-    Raises:
-        UsageError: the folder holds a checkpoint and nothing was said about it, or there is none to go on from.
-    """
-    last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
-    asked = training.resume_from_checkpoint
-    if asked is None:
-        if last is not None:
-            raise UsageError(
-                f"--output_dir {training.output_dir} holds {Path(last).name}: pass --resume_from_checkpoint auto to "
-                "go on from it, or another --output_dir."
-            )
-        return None
-    if str(asked).lower() in ("auto", "true"):
-        if last is None:
-            raise UsageError(f"--resume_from_checkpoint {asked}: {training.output_dir} holds no checkpoint.")
-        return last
-    if not Path(asked).is_dir():
-        raise UsageError(f"--resume_from_checkpoint {asked}: there is no such folder.")
-    return asked
 
 
 def train(
@@ -132,13 +110,16 @@ def train(
 ) -> None:
     """Load, train, evaluate, save, and leave curve, sample and card in the output folder."""
     callbacks = callbacks_for(precision)
-    checkpoint = checkpoint_to_resume(training)
+    checkpoint = checkpoint_to_resume(str(training.output_dir), training.resume_from_checkpoint)
+    check_arguments(data)
+    config = load_config(model_arguments, data.block_size)
     set_seed(training.seed)
     # datasets caches by fingerprint: rank 0 writes, the others read the same files
     with training.main_process_first(local=False, desc="loading the data"):
         rows = load_rows(data, training.seed)
     tokenizer = load_tokenizer(model_arguments, rows["train"], training)
-    config = load_config(model_arguments, len(tokenizer), data.block_size)
+    if model_arguments.model_name_or_path is None:
+        config.vocab_size = len(tokenizer)
     with training.main_process_first(local=False, desc="packing the data"):
         blocks = make_blocks(rows, tokenizer, data.block_size)
     model = load_model(model_arguments, config)
@@ -176,7 +157,7 @@ def dist_barrier() -> None:
 def leave_behind(trainer: Trainer, model: ModelArguments, data: DataArguments, sampling: SampleArguments) -> None:
     """On rank 0: loss curve, sample, model card, and one line per file."""
     training = trainer.args
-    folder = Path(training.output_dir)
+    folder = Path(str(training.output_dir))
     name = model.model_name_or_path or f"MPT from scratch ({model.model_size})"
     dataset = data.dataset_name or data.train_file or "docstrings of the Python standard library"
     draw_losses(trainer.state.log_history, folder / "loss.png", name)
@@ -184,7 +165,12 @@ def leave_behind(trainer: Trainer, model: ModelArguments, data: DataArguments, s
     if sampling.sample_tokens > 0:
         dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
         text = sample(
-            training.output_dir, trainer.processing_class, sampling.sample_prompt, sampling.sample_tokens, dtype
+            str(folder),
+            trainer.processing_class,
+            sampling.sample_prompt,
+            sampling.sample_tokens,
+            dtype,
+            model.trust_remote_code,
         )
         (folder / "sample.txt").write_text(text, encoding="utf-8")
         print(f"\nsample of the trained model:\n{text}\n")

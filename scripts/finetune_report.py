@@ -38,7 +38,14 @@ def draw_losses(history: list[dict[str, Any]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def sample(folder: str, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, dtype: torch.dtype) -> str:
+def sample(
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    tokens: int,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> str:
     """A continuation of `prompt` by the saved model, sampled with a fixed seed, on this process alone.
 
     From the saved files and not from the sharded model: FSDP1's `generate` fails ("'weight' must be 2-D",
@@ -49,8 +56,9 @@ def sample(folder: str, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens:
         prompt: text to continue.
         tokens: how many tokens to add, at most.
         dtype: autocast dtype, that of the training.
+        trust_remote_code: run code that came with the checkpoint; without it such a model cannot be loaded again.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     enabled = dtype is not torch.float32
     torch.manual_seed(0)
@@ -65,7 +73,7 @@ def sample(folder: str, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens:
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    return tokenizer.batch_decode(output, skip_special_tokens=True)[0]
 
 
 def write_card(trainer: Trainer, model_name: str, dataset: str) -> None:

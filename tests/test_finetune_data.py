@@ -17,6 +17,7 @@ from finetune_data import (
     IGNORED,
     DataArguments,
     UsageError,
+    check_arguments,
     load_file,
     load_rows,
     make_blocks,
@@ -69,6 +70,37 @@ def test_packing_keeps_order_and_drops_the_rest() -> None:
     assert pack({"input_ids": [[1]], "labels": [[1]]}, 3) == {"input_ids": [], "labels": []}
 
 
+def test_blocks_within_a_prompt_are_dropped() -> None:
+    """The label of a block's first token is never predicted: [.., 7] alone at its start does not keep a block."""
+    labels = [-100, -100, -100, 7, -100, -100, -100, 8, 9]
+    packed = pack({"input_ids": [list(range(9))], "labels": [labels]}, 3)
+    assert packed == {"input_ids": [[6, 7, 8]], "labels": [[-100, 8, 9]]}
+
+
+def test_no_block_reaches_a_completion() -> None:
+    rows = Dataset.from_list([{"prompt": "question " * 50, "completion": "a"}])
+    tokenizer = train_tokenizer(rows, vocab_size=260)
+    tokens = len(tokenize(rows[0], tokenizer)["input_ids"])
+    block_size = tokens // 2 if tokens % 2 else tokens // 2 - 2  # the completion lies in what is left over at the end
+    with pytest.raises(UsageError, match="no block of the train split holds part of a completion"):
+        make_blocks(DatasetDict(train=rows), tokenizer, block_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (DataArguments(block_size=0), "--block_size 0: use 2 tokens or more"),
+        (DataArguments(max_rows=-3), "--max_rows -3: use 1 or more"),
+        (DataArguments(validation_fraction=1.0), "--validation_fraction 1.0: use a share between 0 and 1"),
+    ],
+)
+def test_bad_numbers_are_one_line(arguments: DataArguments, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_arguments(arguments)
+    assert str(error.value).startswith(message)
+    check_arguments(DataArguments())
+
+
 def test_blocks_are_whole(tmp_path: Path) -> None:
     rows = load_rows(DataArguments(train_file=write(tmp_path / "a.jsonl", ROWS)), seed=0)
     assert (len(rows["train"]), len(rows["validation"])) == (38, 2)
@@ -103,6 +135,9 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
         ("broken.parquet", b"PAR1 no", "cannot be read as parquet"),
         ("data.xlsx", b"x", "unknown kind of file, use one of .jsonl"),
         ("blank.csv", b"text\n", "corresponds to no data"),
+        ("numbers.csv", b"text\n1\n2\n", "column 'text' holds int64, not text"),
+        ("lists.jsonl", b'{"prompt": "a", "completion": ["b"]}\n', "column 'completion' holds"),
+        ("nulls.jsonl", b'{"text": null}\n', "column 'text' holds null, not text"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -145,7 +180,7 @@ def test_validation_file_is_used_whole(tmp_path: Path) -> None:
 )
 def test_bad_models_are_one_line(arguments: ModelArguments, block_size: int, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        load_config(arguments, 300, block_size)
+        load_config(arguments, block_size)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -170,6 +205,6 @@ def test_model_without_parameters() -> None:
 
 def test_sizes_are_divisible_and_master_weights_fp32() -> None:
     assert all(width % heads == 0 for width, heads, _ in SIZES.values())
-    model = load_model(ModelArguments(), load_config(ModelArguments(model_size="tiny"), 300, 8))
+    model = load_model(ModelArguments(), load_config(ModelArguments(model_size="tiny"), 8))
     assert {str(p.dtype) for p in model.parameters()} == {"torch.float32"}
     assert model.config.use_cache is False

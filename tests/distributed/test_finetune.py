@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,8 @@ def test_help() -> None:
         (["--train_file", "no.jsonl"], "--train_file no.jsonl: there is no such file."),
         (["--block_size", "4096"], "--block_size 4096 is beyond the model's 2048 tokens; use at most 2048."),
         (["--resume_from_checkpoint", "auto"], "holds no checkpoint"),
+        (["--fsdp", "--fsdp_config", "no.json"], "No such file or directory: 'no.json'"),
+        (["--preset", "exact", "--reduce_dtype", "bf16"], "preset='exact' reduces gradients in fp32"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path
     said = [line for line in done.stderr.splitlines() if line.startswith("finetune_mpt.py: ")]
     assert len(said) == 1
     assert message in said[0]
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out").exists(), "refused before anything was written"
 
 
 def test_killed_rank_ends_the_launcher_and_the_checkpoint_resumes(jsonl: str, tmp_path: Path) -> None:
@@ -144,7 +147,10 @@ def test_killed_rank_ends_the_launcher_and_the_checkpoint_resumes(jsonl: str, tm
         process.kill()
         log.close()
     last = max(int(path.parent.name.split("-")[1]) for path in out.glob("checkpoint-*/trainer_state.json"))
-    resumed = run([*command, "--max_steps", str(last + 1), "--resume_from_checkpoint", str(out / f"checkpoint-{last}")])
+    # as if it had been killed while saving: the Trainer writes trainer_state.json last
+    shutil.copytree(out / f"checkpoint-{last}", out / f"checkpoint-{last + 5}")
+    (out / f"checkpoint-{last + 5}" / "trainer_state.json").unlink()
+    resumed = run([*command, "--max_steps", str(last + 1), "--resume_from_checkpoint", "auto"])
     assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
     assert max(losses(out)) == last + 1
 
