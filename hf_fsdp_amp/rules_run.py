@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from .contract import Contract, Finding, Severity
@@ -46,9 +47,16 @@ def loss_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
     root = next((m for m in trace.modules if m.path == ""), None)
     cast = root is not None and "fp32" in root.outputs_made and "fp32" not in root.outputs_given
     cause = " (computed in fp32, then cast by FSDP's output_dtype)" if cast else ""
-    step = {"bf16": "steps of 0.03 between 4 and 8", "fp16": "steps of 0.004 between 4 and 8"}[dtype]
-    evidence = f"the loss is {dtype}{value}{cause}: {step}."
+    evidence = f"the loss is {dtype}{value}{cause}{_spacing(loss.value, dtype)}."
     yield Finding("loss-half", "error", "", evidence, "set FSDP's output_dtype to None, or " + USE_CALLBACK)
+
+
+def _spacing(value: float | None, dtype: str) -> str:
+    """How far apart the numbers of a half dtype are at a value."""
+    if not value or not math.isfinite(value):
+        return ""
+    bits = {"bf16": 7, "fp16": 10}[dtype]  # stored bits of the fraction
+    return f": the next {dtype} number is {2.0 ** (math.floor(math.log2(abs(value))) - bits):.2g} away"
 
 
 def reduce_half(trace: Trace, contract: Contract) -> Iterator[Finding]:
