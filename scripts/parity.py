@@ -64,7 +64,7 @@ def main() -> int:
     out.write_text(json.dumps({"options": asdict(options), "versions": read_versions(), "runs": found}, indent=1))
     console = Console(width=max(110, Console().width))
     console.print(table(found, options))
-    for note in notes(options):
+    for note in [*notes(options), *crashes(found)]:
         console.print(note)
     return 0 if passed(found, options) else 1
 
@@ -92,6 +92,9 @@ def table(found: dict[str, Any], options: Options) -> Table:
         result.add_column(column, no_wrap=True)
     for architecture, runs in found.items():
         for name, run in runs.items():
+            if "error" in run:
+                result.add_row(architecture, name, "crashes")
+                continue
             differences = ["reference"] * 3
             if name != "ddp":
                 keys = ("loss_difference", "gradient_difference", "parameter_difference")
@@ -117,6 +120,12 @@ def notes(options: Options) -> list[str]:
     if options.fsdp == 1:
         lines.append("FSDP1 reduces flat parameters and gathers exact's in fp32: close to DDP, not always to the bit.")
     return lines
+
+
+def crashes(found: dict[str, Any]) -> list[str]:
+    """One line per run that ended in an error."""
+    runs = ((architecture, name, run) for architecture, each in found.items() for name, run in each.items())
+    return [f"{architecture}, {name}: {run['error']}" for architecture, name, run in runs if "error" in run]
 
 
 def passed(found: dict[str, Any], options: Options) -> bool:
