@@ -45,6 +45,7 @@ SMALL: tuple[tuple[str, int], ...] = (
     (r"(.*_)?max_(position_embeddings|seq_len|sequence_length)|n_positions|n_ctx|max_source_positions", 64),
     (r"image_size|input_size", 32),
     (r"patch_size", 8),
+    (r"num_groups", 4),
     (r"(.*_)?head_dim|d_kv|(linear_)?(key|value)_head_dim|v_head_dim|qk_nope_head_dim|qk_rope_head_dim", 16),
     (r"q_lora_rank|kv_lora_rank", 16),
     (r"(moe_)?(.*_)?intermediate_size|(encoder_|decoder_)?ffn_dim|d_ff|d_inner|n_inner|ffn_hidden_size", 64),
