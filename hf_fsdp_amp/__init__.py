@@ -1,6 +1,7 @@
 """Mixed precision that means the same thing under FSDP1, FSDP2, DDP and one device in the HF Trainer."""
 
 from .audit import record_precision
+from .audit_callback import PrecisionAudit
 from .callback import FSDPAutocast
 from .cpu import enable_cpu_fsdp
 from .patching import is_patched, patch_model, unpatch_model
@@ -9,6 +10,7 @@ from .report import PrecisionReport
 
 __all__ = [
     "FSDPAutocast",
+    "PrecisionAudit",
     "PrecisionPolicy",
     "PrecisionReport",
     "enable_cpu_fsdp",
