@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from leave import leave
 from transformers import MptConfig, MptForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp
@@ -117,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

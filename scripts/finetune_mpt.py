@@ -10,16 +10,13 @@ Add --use_cpu to rehearse the same on CPU.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import math
 import os
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +24,7 @@ from finetune_checkpoint import checkpoint_to_resume
 from finetune_data import DataArguments, UsageError, check_arguments, load_rows, make_blocks
 from finetune_model import ModelArguments, load_config, load_model, load_tokenizer
 from finetune_report import draw_losses, sample, write_card
+from leave import leave
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 from hf_fsdp_amp import FSDPAutocast, enable_cpu_fsdp, log, resolve_policy
@@ -81,22 +79,6 @@ def tear_down(wait: bool) -> None:
     if wait:
         dist.barrier()
     dist.destroy_process_group()
-
-
-def leave(code: int) -> NoReturn:
-    """End the process after its exit functions, but before C++ destroys what is left.
-
-    With the group destroyed and its modules collected, a thread of gloo's is still there about once in 20 runs on a
-    loaded machine, and C++ then aborts ("terminate called without an active exception", torch 2.14): the launcher
-    would report a run that did everything as failed.
-    """
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(timeout=30)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def parse() -> tuple[ModelArguments, DataArguments, PrecisionArguments, SampleArguments, TrainingArguments]:

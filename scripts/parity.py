@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leave import leave
 from parity_runs import ARCHITECTURES, run_rank
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +52,7 @@ def main() -> int:
         found = run_rank(options)
         if os.environ["RANK"] == "0":
             Path(options.out).write_text(json.dumps(found))
-        return 0
+        leave(0)
     if problem := bad(options):
         print(f"parity.py: {problem}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import tempfile
@@ -274,4 +275,5 @@ def run_rank(options: Any) -> dict[str, Any]:
     try:
         return {architecture: compare(architecture, options) for architecture in options.arch}
     finally:
+        gc.collect()
         dist.destroy_process_group()
