@@ -1,0 +1,41 @@
+"""`FSDPAutocast` at the edges of the Trainer's uses: what went wrong once, 2 gloo ranks on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .launch import Outcome, run_scenarios
+
+BF16, FP32 = "torch.bfloat16", "torch.float32"
+BOTH = ["batch_norm"]
+ONLY: dict[int, list[str]] = {1: [], 2: []}
+
+Ran = tuple[int, dict[str, list[Outcome]]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["fsdp1", "fsdp2"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    version = request.param
+    names = {f"tests.distributed.edge_scenarios:{name}@{version}": name for name in BOTH + ONLY[version]}
+    outcomes = run_scenarios(tmp_path_factory.mktemp(f"edges{version}"), list(names))
+    return version, {names[name]: outcome for name, outcome in outcomes.items()}
+
+
+def result(ran: Ran, name: str) -> Any:
+    """The scenario's result on rank 0, after checking that every rank finished it."""
+    if name not in ran[1]:
+        pytest.skip(f"no scenario of FSDP{ran[0]}")
+    for rank, outcome in enumerate(ran[1][name]):
+        assert outcome.error is None, f"{name}, rank {rank}: {outcome.error}\n{outcome.trace}"
+    return ran[1][name][0].result
+
+
+def test_batch_norms_that_fsdp1_keeps_in_fp32_stay_there(ran: Ran) -> None:
+    found = result(ran, "batch_norm")
+    assert found["autocast"] == [BF16]
+    assert found["loss"] == [FP32]
+    assert not any("had another policy" in line for line in found["lines"])
+    if ran[0] == 1:
+        assert "None None None None" in found["units"]
