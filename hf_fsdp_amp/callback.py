@@ -86,6 +86,8 @@ class FSDPAutocast(TrainerCallback):
         if run.facts.sharded_at_load and run.policy.preset != "custom":
             mend_units(model, run.policy)
         run.fp32 = self._choose_fp32(model, run)
+        if run.facts.sharded_at_load and run.fp32.names:
+            pin_fp32(model, run.fp32.names)
         # Already now, so that evaluate() before train(), and callbacks that run the model first, get autocast too.
         self._patch(model, run.policy)
 

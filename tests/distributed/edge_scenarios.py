@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_fsdp_amp import FSDPAutocast
 
 from .scenarios import Result, build, captured, units_of
+from .training import tiny_mpt
 
 
 class NormBlock(nn.Module):
@@ -45,3 +47,41 @@ def batch_norm(folder: Path, version: int) -> Result:
         trainer = build(folder, version, model=BatchNormModel(), callbacks=[FSDPAutocast(audit=False)])
         trainer.train()
     return {**trainer.report(), "units": units_of(trainer.model), "lines": lines}
+
+
+def sharded_at_load_evaluates_first(folder: Path, version: int) -> Result:
+    """Stock can do it for a model that comes sharded; the parameters in fp32 must be there for the evaluation too."""
+    from transformers import DistributedConfig
+
+    if torch.distributed.get_rank() == 0:
+        tiny_mpt().save_pretrained(folder / "source")
+    torch.distributed.barrier()
+    losses: Result = {}
+    for preset in ("amp", "exact"):
+        config = DistributedConfig(fsdp_size=2)
+        model = AutoModelForCausalLM.from_pretrained(folder / "source", distributed_config=config, dtype=torch.float32)
+        callbacks = [FSDPAutocast(preset, audit=False)]
+        trainer = build(folder, 0, model=model, callbacks=callbacks, max_grad_norm=0.0)
+        trainer.evaluate()
+        trainer.train()
+        losses[preset] = trainer.report()["losses"]
+    reference = build(folder, 0, amp=False, max_grad_norm=0.0)
+    reference.train()
+    return {**losses, "ddp": reference.report()["losses"]}
+
+
+class RunsTheModel(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ids = torch.ones(2, 8, dtype=torch.int64)
+        kwargs["model"](input_ids=ids, labels=ids)
+
+
+def earlier_callback_runs_the_model(folder: Path, version: int) -> Result:
+    build(folder, version, callbacks=[RunsTheModel(), FSDPAutocast("exact", audit=False)]).train()
+    return {}
+
+
+def later_callback_runs_the_model(folder: Path, version: int) -> Result:
+    trainer = build(folder, version, callbacks=[FSDPAutocast("exact", audit=False), RunsTheModel()])
+    trainer.train()
+    return trainer.report()

@@ -10,7 +10,10 @@ from .launch import Outcome, run_scenarios
 
 BF16, FP32 = "torch.bfloat16", "torch.float32"
 BOTH = ["batch_norm"]
-ONLY: dict[int, list[str]] = {1: [], 2: []}
+ONLY: dict[int, list[str]] = {
+    1: [],
+    2: ["sharded_at_load_evaluates_first", "earlier_callback_runs_the_model", "later_callback_runs_the_model"],
+}
 
 Ran = tuple[int, dict[str, list[Outcome]]]
 
@@ -32,6 +35,13 @@ def result(ran: Ran, name: str) -> Any:
     return ran[1][name][0].result
 
 
+def errors(ran: Ran, name: str) -> list[str]:
+    """The scenario's error on each rank."""
+    if name not in ran[1]:
+        pytest.skip(f"no scenario of FSDP{ran[0]}")
+    return [outcome.error or "no error" for outcome in ran[1][name]]
+
+
 def test_batch_norms_that_fsdp1_keeps_in_fp32_stay_there(ran: Ran) -> None:
     found = result(ran, "batch_norm")
     assert found["autocast"] == [BF16]
@@ -39,3 +49,16 @@ def test_batch_norms_that_fsdp1_keeps_in_fp32_stay_there(ran: Ran) -> None:
     assert not any("had another policy" in line for line in found["lines"])
     if ran[0] == 1:
         assert "None None None None" in found["units"]
+
+
+def test_model_sharded_at_load_is_evaluated_before_it_is_trained(ran: Ran) -> None:
+    found = result(ran, "sharded_at_load_evaluates_first")
+    assert found["exact"] == found["ddp"]
+    assert found["amp"] == pytest.approx(found["ddp"], abs=1e-3)
+
+
+def test_parameters_gathered_by_an_earlier_callback_are_told(ran: Ran) -> None:
+    for error in errors(ran, "earlier_callback_runs_the_model"):
+        assert "in callbacks before any that runs the model" in error
+        assert "\n" not in error
+    assert result(ran, "later_callback_runs_the_model")["loss"] == [FP32]
