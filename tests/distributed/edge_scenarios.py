@@ -85,3 +85,9 @@ def later_callback_runs_the_model(folder: Path, version: int) -> Result:
     trainer = build(folder, version, callbacks=[FSDPAutocast("exact", audit=False), RunsTheModel()])
     trainer.train()
     return trainer.report()
+
+
+def offload(folder: Path, version: int) -> Result:
+    trainer = build(folder, version, fsdp_config={"cpu_offload": True})
+    trainer.train()
+    return trainer.report()

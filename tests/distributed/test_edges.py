@@ -9,7 +9,7 @@ import pytest
 from .launch import Outcome, run_scenarios
 
 BF16, FP32 = "torch.bfloat16", "torch.float32"
-BOTH = ["batch_norm"]
+BOTH = ["batch_norm", "offload"]
 ONLY: dict[int, list[str]] = {
     1: [],
     2: ["sharded_at_load_evaluates_first", "earlier_callback_runs_the_model", "later_callback_runs_the_model"],
@@ -62,3 +62,7 @@ def test_parameters_gathered_by_an_earlier_callback_are_told(ran: Ran) -> None:
         assert "in callbacks before any that runs the model" in error
         assert "\n" not in error
     assert result(ran, "later_callback_runs_the_model")["loss"] == [FP32]
+
+
+def test_offload_can_be_rehearsed_on_cpu(ran: Ran) -> None:
+    assert result(ran, "offload")["autocast"] == [BF16]
