@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,12 @@ def offload(folder: Path, version: int) -> Result:
     trainer = build(folder, version, fsdp_config={"cpu_offload": True})
     trainer.train()
     return trainer.report()
+
+
+def hangs(folder: Path, version: int) -> Result:
+    """Rank 0 waits for a collective that rank 1 never joins."""
+    (folder / f"pid{torch.distributed.get_rank()}").write_text(str(os.getpid()))
+    if torch.distributed.get_rank() == 1:
+        time.sleep(600)
+    torch.distributed.barrier()
+    return {}

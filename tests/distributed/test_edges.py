@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +68,14 @@ def test_parameters_gathered_by_an_earlier_callback_are_told(ran: Ran) -> None:
 
 def test_offload_can_be_rehearsed_on_cpu(ran: Ran) -> None:
     assert result(ran, "offload")["autocast"] == [BF16]
+
+
+def test_a_launch_that_hangs_leaves_no_rank_behind(tmp_path: Path) -> None:
+    name = "tests.distributed.edge_scenarios:hangs@0"
+    outcomes = run_scenarios(tmp_path, [name], timeout=25)[name]
+    assert [outcome.error for outcome in outcomes] == ["did not finish"] * 2
+    pids = [int(path.read_text()) for path in tmp_path.glob("*/pid*")]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
