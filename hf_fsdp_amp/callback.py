@@ -79,7 +79,17 @@ class FSDPAutocast(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the policy on accelerate's plugin and patch the model, before anything shards or runs it."""
-        model = kwargs.get("model")
+        plugin = read_facts(args, None).plugin
+        before = None if plugin is None else plugin.mixed_precision_policy
+        try:
+            self._set_up(args, kwargs.get("model"))
+        except Exception:
+            # accelerate keeps the plugin for the next Trainer with these arguments, which may come without us
+            if plugin is not None:
+                plugin.mixed_precision_policy = before
+            raise
+
+    def _set_up(self, args: Any, model: nn.Module | None) -> None:
         run = self._start(args, model)
         if run.policy is None or model is None or self.preset == "stock":
             return

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_fsdp_amp import FSDPAutocast
+from hf_fsdp_amp import FSDPAutocast, is_patched
 
 from .scenarios import Result, build, captured, units_of
 from .training import tiny_mpt
@@ -102,3 +103,16 @@ def hangs(folder: Path, version: int) -> Result:
         time.sleep(600)
     torch.distributed.barrier()
     return {}
+
+
+def refused(folder: Path, version: int) -> Result:
+    """A setting that is refused when the Trainer is built changes neither the model nor accelerate's plugin."""
+    model = tiny_mpt()
+    policies = []
+    for callbacks in ([], [FSDPAutocast(keep_fp32="no such parameter")]):
+        try:
+            build(folder, version, model=model, callbacks=callbacks)
+        except ValueError as error:
+            message = str(error)
+        policies.append(str(AcceleratorState().fsdp_plugin.mixed_precision_policy))
+    return {"message": message, "policies": policies, "patched": is_patched(model)}

@@ -11,7 +11,7 @@ import pytest
 from .launch import Outcome, run_scenarios
 
 BF16, FP32 = "torch.bfloat16", "torch.float32"
-BOTH = ["batch_norm", "offload"]
+BOTH = ["batch_norm", "offload", "refused"]
 ONLY: dict[int, list[str]] = {
     1: [],
     2: ["sharded_at_load_evaluates_first", "earlier_callback_runs_the_model", "later_callback_runs_the_model"],
@@ -79,3 +79,10 @@ def test_a_launch_that_hangs_leaves_no_rank_behind(tmp_path: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_refused_setting_leaves_nothing_half_done(ran: Ran) -> None:
+    found = result(ran, "refused")
+    assert "keep_fp32" in found["message"]
+    assert found["policies"][0] == found["policies"][1]
+    assert not found["patched"]
