@@ -79,13 +79,25 @@ class FSDPAutocast(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the policy on accelerate's plugin and patch the model, before anything shards or runs it."""
-        model = kwargs.get("model")
+        plugin = read_facts(args, None).plugin
+        before = None if plugin is None else plugin.mixed_precision_policy
+        try:
+            self._set_up(args, kwargs.get("model"))
+        except Exception:
+            # accelerate keeps the plugin for the next Trainer with these arguments, which may come without us
+            if plugin is not None:
+                plugin.mixed_precision_policy = before
+            raise
+
+    def _set_up(self, args: Any, model: nn.Module | None) -> None:
         run = self._start(args, model)
         if run.policy is None or model is None or self.preset == "stock":
             return
         if run.facts.sharded_at_load and run.policy.preset != "custom":
             mend_units(model, run.policy)
         run.fp32 = self._choose_fp32(model, run)
+        if run.facts.sharded_at_load and run.fp32.names:
+            pin_fp32(model, run.fp32.names)
         # Already now, so that evaluate() before train(), and callbacks that run the model first, get autocast too.
         self._patch(model, run.policy)
 

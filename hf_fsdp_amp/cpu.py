@@ -6,9 +6,11 @@ file that touches accelerate's shared state, read in accelerate 0.23 to 1.15; `t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 _WRAPPED = "_hf_fsdp_amp_cpu"
+_SYNC = "FSDP_SYNC_MODULE_STATES"
 
 
 def enable_cpu_fsdp() -> None:
@@ -29,7 +32,8 @@ def enable_cpu_fsdp() -> None:
         * the state's `distributed_type` is FSDP and the plugin gets its mixed precision, as on a GPU;
         * the device carries no index (FSDP1 rejects ``cpu:0``);
         * `sync_module_states` is off (FSDP1 demands a GPU for it): every rank must load the same weights;
-        * offloaded parameters are not pinned (FSDP2; pinning asks for a GPU driver);
+        * offloaded parameters are not pinned (FSDP2), or not offloaded from CPU to CPU at all (FSDP1, which always
+          pins): pinning asks for a GPU driver;
         * full state dicts are not "offloaded" to the CPU (a segfault in FSDP1, torch 2.13 and 2.14).
 
     Raises:
@@ -82,16 +86,21 @@ def _without_sync(post_init: Any) -> Any:
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:  # noqa: N807
         version = int(getattr(self, "fsdp_version", None) or os.environ.get("FSDP_VERSION") or 1)
-        if _runs_on_cpu() and version == 1:
-            _turn_off_sync(self)
-        post_init(self)
-        if _runs_on_cpu() and getattr(self.cpu_offload, "pin_memory", False):  # FSDP2's CPUOffloadPolicy
-            self.cpu_offload = dataclasses.replace(self.cpu_offload, pin_memory=False)
+        if not _runs_on_cpu():
+            post_init(self)
+            return
+        with _sync_off(self) if version == 1 else contextlib.nullcontext():
+            post_init(self)
+        for setting in ("pin_memory", "offload_params"):  # FSDP2's CPUOffloadPolicy, FSDP1's CPUOffload
+            if getattr(self.cpu_offload, setting, False):
+                self.cpu_offload = dataclasses.replace(self.cpu_offload, **{setting: False})
 
     return __post_init__
 
 
-def _turn_off_sync(plugin: Any) -> None:
+@contextlib.contextmanager
+def _sync_off(plugin: Any) -> Iterator[None]:
+    """Off in the plugin, and in the environment meanwhile: accelerate 0.23 to 0.33 reads it from there alone."""
     efficient = getattr(plugin, "cpu_ram_efficient_loading", None)
     if efficient is None:
         efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
@@ -101,6 +110,14 @@ def _turn_off_sync(plugin: Any) -> None:
             "set cpu_ram_efficient_loading to false, or use FSDP2 (version 2)."
         )
     plugin.sync_module_states = False
+    before = os.environ.get(_SYNC)
+    os.environ[_SYNC] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(_SYNC)
+        if before is not None:
+            os.environ[_SYNC] = before
 
 
 def _without_offload(set_state_dict_type: Any) -> Any:

@@ -74,8 +74,9 @@ def _pin_group(group: Any, pinned: set[int], has_run: bool) -> None:
         param.init_dtype_attrs(group.mp_policy)
         if param.param_dtype != before and hasattr(param, "_unsharded_param"):
             raise RuntimeError(
-                f"parameter {param._module_info.param_name!r} has been gathered in another dtype already: "
-                "pass callbacks=[FSDPAutocast(...)] to the Trainer's constructor, and run no forward before train()."
+                f"parameter {param._module_info.param_name!r} has been gathered in another dtype already, by a forward "
+                "before training began: pass FSDPAutocast to the Trainer's constructor, in callbacks before any that "
+                "runs the model."
             )
     if has_run:
         group._init_mp_dtypes()

@@ -1,8 +1,8 @@
 """Apply a policy to FSDP1 and FSDP2, and read back what a sharded model really has.
 
 The only file that touches FSDP's internals, read in torch 2.4 to 2.14: FSDP2's ``FSDPState._mp_policy`` and
-``FSDPParamGroup.mp_policy``; FSDP1's ``FlatParamHandle._reduce_dtype``, ``._low_prec_reduce_dtype_specified`` and
-``FullyShardedDataParallel._is_root``. `tests/test_sharding.py` fails when one of them moves.
+``FSDPParamGroup.mp_policy``; FSDP1's ``FlatParamHandle._reduce_dtype``, ``._low_prec_reduce_dtype_specified``,
+``FullyShardedDataParallel._is_root`` and ``MixedPrecision._module_classes_to_ignore``. `tests/test_sharding.py` fails when one of them moves.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def mend_units(model: nn.Module, policy: PrecisionPolicy) -> list[str]:
     Raises:
         RuntimeError: a unit has already run a forward with another gather or buffer dtype; nothing is changed.
     """
-    wrong = [unit for unit in read_units(model) if not _agrees(unit, policy)]
+    exempt = {name for name, module in model.named_modules() if _is_exempt(module)}
+    wrong = [unit for unit in read_units(model) if unit.name not in exempt and not _agrees(unit, policy)]
     for unit in wrong:
         moved = unit.param_dtype != policy.param_dtype or (
             unit.fsdp_version == 1 and unit.buffer_dtype != policy.buffer_dtype
@@ -204,6 +205,12 @@ def _agrees(unit: UnitPolicy, policy: PrecisionPolicy) -> bool:
     else:
         same = same and unit.output_dtype == policy.output_dtype
     return same and unit.cast_forward_inputs == policy.cast_forward_inputs
+
+
+def _is_exempt(module: nn.Module) -> bool:
+    """Whether FSDP1 wrapped it alone to keep it out of mixed precision: batch norms, which no kernel runs in bf16."""
+    ignored = tuple(MixedPrecision()._module_classes_to_ignore)
+    return isinstance(module, FullyShardedDataParallel) and isinstance(module.module, ignored)
 
 
 def _fsdp2_state(module: Any) -> Any:

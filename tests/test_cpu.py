@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,26 @@ def test_fsdp1_plugin_needs_it_on_cpu() -> None:
     cpu.enable_cpu_fsdp()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sync_module_states=True)
     assert plugin.sync_module_states is False
+
+
+def test_sync_is_off_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where accelerate 0.23 to 0.33 reads it, whatever the plugin was given."""
+    cpu.enable_cpu_fsdp()
+    for before in ("true", None):
+        monkeypatch.delenv("FSDP_SYNC_MODULE_STATES", raising=False)
+        if before is not None:
+            monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", before)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+        assert plugin.sync_module_states is False
+        assert os.environ.get("FSDP_SYNC_MODULE_STATES") == before
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_offloaded_parameters_are_not_pinned(version: int) -> None:
+    cpu.enable_cpu_fsdp()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=True)
+    assert not getattr(plugin.cpu_offload, "pin_memory", False)
+    assert not getattr(plugin.cpu_offload, "offload_params", False)
 
 
 def test_full_state_dict_stays_where_it_is() -> None:

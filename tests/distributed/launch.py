@@ -57,10 +57,19 @@ def run_scenarios(
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            process.wait()
+            _stop(process)
     return {name: [_read(out_dir, name, rank, log) for rank in range(ranks)] for name in scenarios}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End `torchrun` so that it ends its ranks: they are in sessions of their own, and killing it would leave them."""
+    process.terminate()
+    try:
+        process.wait(60)  # it gives its ranks 30 s before it kills them
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
 
 
 def _folder(name: str) -> str:
