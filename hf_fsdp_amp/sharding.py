@@ -2,7 +2,8 @@
 
 The only file that touches FSDP's internals, read in torch 2.4 to 2.14: FSDP2's ``FSDPState._mp_policy`` and
 ``FSDPParamGroup.mp_policy``; FSDP1's ``FlatParamHandle._reduce_dtype``, ``._low_prec_reduce_dtype_specified``,
-``FullyShardedDataParallel._is_root`` and ``MixedPrecision._module_classes_to_ignore``. `tests/test_sharding.py` fails when one of them moves.
+``FullyShardedDataParallel._is_root`` and ``MixedPrecision._module_classes_to_ignore``. `tests/test_sharding.py` fails
+when one of them moves.
 """
 
 from __future__ import annotations
