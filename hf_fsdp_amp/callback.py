@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from .audit_callback import PrecisionAudit
 from .costs import gathered_bytes
 from .facts import RunFacts, find_disagreement, is_gradient_scaler_missing, read_facts
+from .first_call import BeforeFirstCall
 from .fp32_choice import Fp32Choice, choose_fp32
 from .log import get_logger
 from .param_dtypes import pin_fp32
@@ -34,6 +36,7 @@ class _Run:
     facts: RunFacts
     policy: PrecisionPolicy | None
     fp32: Fp32Choice = field(default_factory=Fp32Choice)
+    pins: BeforeFirstCall | None = None
 
 
 class FSDPAutocast(TrainerCallback):
@@ -98,6 +101,8 @@ class FSDPAutocast(TrainerCallback):
         run.fp32 = self._choose_fp32(model, run)
         if run.facts.sharded_at_load and run.fp32.names:
             pin_fp32(model, run.fp32.names)
+        elif run.fp32.names:  # evaluate() before train() shards and runs the model (accelerate 1.16)
+            run.pins = BeforeFirstCall(model, partial(pin_fp32, names=run.fp32.names))
         # Already now, so that evaluate() before train(), and callbacks that run the model first, get autocast too.
         self._patch(model, run.policy)
 
@@ -110,6 +115,8 @@ class FSDPAutocast(TrainerCallback):
             run.fp32 = self._choose_fp32(model, run)
         if run.policy is None or self.preset == "stock":
             return
+        if run.pins is not None:
+            run.pins.cancel()
         self._check_sharded(model, run)
         if run.policy.preset != "custom" and (mended := mend_units(model, run.policy)):
             _say(

@@ -161,11 +161,14 @@ def resolve_policy(
 
 
 def _stock(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """accelerate 0.24 to 1.15: FSDP1 autocasts and rounds its buffers, FSDP2 rounds its output and has no autocast."""
+    """accelerate's newest known (1.16): FSDP1 autocasts and rounds its buffers, FSDP2 has no autocast.
+
+    1.6 to 1.15 round FSDP2's output too; `hf_fsdp_amp.sharding.stock_policy` asks the accelerate that is installed.
+    """
     low = policy.dtype
     if policy.fsdp_version == 1:
         return replace(policy, reduce_dtype=low, buffer_dtype=low)
-    return replace(policy, reduce_dtype=low, output_dtype=low, autocast=False)
+    return replace(policy, reduce_dtype=low, autocast=False)
 
 
 def _exact(policy: PrecisionPolicy) -> PrecisionPolicy:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
@@ -72,13 +73,16 @@ def to_torch_policy(policy: PrecisionPolicy) -> Any:
 
 
 def stock_policy(fsdp_version: int, dtype: torch.dtype) -> Any:
-    """What accelerate sets for a training dtype (`FullyShardedDataParallelPlugin.set_mixed_precision`, 0.23 to 1.15).
+    """What the installed accelerate sets for a training dtype, as its own plugin says.
 
-    FSDP1: parameters, reduction and buffers in `dtype`. FSDP2 (since 1.6): parameters, reduction and output.
+    Seen: FSDP1 (0.23 to 1.16): parameters, reduction and buffers in `dtype`. FSDP2: parameters, reduction and output
+    (1.6 to 1.15), parameters and reduction (1.16).
     """
-    if fsdp_version == 1:
-        return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    plugin: Any = object.__new__(FullyShardedDataParallelPlugin)  # the constructor reads and sets the environment
+    plugin.fsdp_version = fsdp_version
+    plugin.mixed_precision_policy = None
+    plugin.set_mixed_precision(dtype_name(dtype))
+    return plugin.mixed_precision_policy
 
 
 def set_plugin_policy(plugin: Any, policy: PrecisionPolicy) -> bool:
@@ -109,9 +113,10 @@ def users_unit_policy(model: nn.Module, policy: PrecisionPolicy) -> UnitPolicy |
     """
     unit = read_units(model)[0]
     dtypes = (unit.param_dtype, unit.reduce_dtype, unit.output_dtype, unit.buffer_dtype)
-    low, fp32 = policy.dtype, torch.float32
-    stock = (low, low, None, low) if unit.fsdp_version == 1 else (low, low, low, None)
-    nobodys = ((None, None, None, None), (torch.bfloat16, fp32, None, None), stock)
+    nobodys: set[tuple[Any, ...]] = {(None, None, None, None), (torch.bfloat16, torch.float32, None, None)}
+    if policy.fsdp_version:
+        own = custom_policy(stock_policy(policy.fsdp_version, policy.dtype), policy)
+        nobodys.add((own.param_dtype, own.reduce_dtype, own.output_dtype, own.buffer_dtype))
     return None if dtypes in nobodys or _agrees(unit, policy) else unit
 
 

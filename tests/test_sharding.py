@@ -154,6 +154,6 @@ def test_users_unit_policy() -> None:
     assert users_unit_policy(sharded(2), policy) is None
     assert users_unit_policy(sharded(2, stock_policy(2, BF16)), policy) is None
     assert users_unit_policy(sharded(2, MixedPrecisionPolicy(BF16, FP32)), policy) is None  # transformers' own
-    own = users_unit_policy(sharded(2, MixedPrecisionPolicy(BF16, BF16)), policy)
+    own = users_unit_policy(sharded(2, MixedPrecisionPolicy(BF16, BF16, output_dtype=FP32)), policy)
     assert own is not None
     assert own.reduce_dtype is BF16

@@ -80,8 +80,16 @@ class RunsTheModel(TrainerCallback):
 
 
 def earlier_callback_runs_the_model(folder: Path, version: int) -> Result:
-    build(folder, version, callbacks=[RunsTheModel(), FSDPAutocast("exact", audit=False)]).train()
-    return {}
+    trainer = build(folder, version, callbacks=[RunsTheModel(), FSDPAutocast("exact", audit=False)])
+    trainer.train()
+    return trainer.report()
+
+
+def late_callback_after_the_model_ran(folder: Path, version: int) -> Result:
+    trainer = build(folder, version, callbacks=[RunsTheModel()])
+    trainer.add_callback(FSDPAutocast("exact", audit=False))
+    trainer.train()
+    return trainer.report()
 
 
 def later_callback_runs_the_model(folder: Path, version: int) -> Result:

@@ -257,6 +257,13 @@ def evaluate_then_train(folder: Path, version: int) -> Result:
     return trainer.report()
 
 
+def evaluate_then_train_exact(folder: Path, version: int) -> Result:
+    trainer = build(folder, version, callbacks=[FSDPAutocast("exact")])
+    evaluated = trainer.evaluate()
+    trainer.train()
+    return {**trainer.report(), "eval_loss": evaluated["eval_loss"]}
+
+
 def evaluate_then_train_repaired(folder: Path, version: int) -> Result:
     trainer = build(folder, version)
     trainer.evaluate()
@@ -268,7 +275,7 @@ def evaluate_then_train_repaired(folder: Path, version: int) -> Result:
 def own_policy(folder: Path, version: int) -> Result:
     own: Any = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if version == 2:
-        own = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        own = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
 
     class Own(TrainerCallback):
         """Sets it on accelerate's plugin before `FSDPAutocast` sees it, as the user's own code would."""

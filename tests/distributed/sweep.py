@@ -109,8 +109,17 @@ def compare(tiny: Tiny, presets: Sequence[str] = ("exact", "amp")) -> dict[str, 
             "loss_error": abs(float(loss) - float(other_loss)),
             "loss_equal": bool(torch.equal(loss, other_loss)),
             "gradients_differ": [n for n, g in gradients.items() if n not in other or not torch.equal(g, other[n])][:3],
+            "gradient_error": max((error_of(g, other.get(n)) for n, g in gradients.items()), default=0.0),
         }
     return record
+
+
+def error_of(gradient: torch.Tensor, other: torch.Tensor | None) -> float:
+    """Norm of the difference over the gradient's own norm; infinite where the other is missing."""
+    if other is None:
+        return float("inf")
+    difference = float((gradient.double() - other.double()).norm())
+    return difference / float(gradient.double().norm()) if difference else 0.0
 
 
 def _line(error: Exception) -> str:

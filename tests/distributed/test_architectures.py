@@ -61,8 +61,9 @@ def test_exact_has_plain_amps_loss_and_gradients_to_the_bit(records: Records) ->
     """A few gradients may differ in the last bits: FSDP's hooks change the order in which autograd adds them up."""
     exact = results(records, "exact")
     assert [name for name, r in exact.items() if not r["loss_equal"]] == []
-    differing = [name for name, r in exact.items() if r["gradients_differ"]]
-    assert len(differing) <= len(exact) * 0.03, differing
+    differing = {name: r["gradient_error"] for name, r in exact.items() if r["gradients_differ"]}
+    assert len(differing) <= len(exact) * 0.05, differing
+    assert max(differing.values(), default=0.0) < 0.02, differing
 
 
 def test_amp_differs_as_documented(records: Records) -> None:

@@ -14,7 +14,12 @@ BF16, FP32 = "torch.bfloat16", "torch.float32"
 BOTH = ["batch_norm", "offload", "refused"]
 ONLY: dict[int, list[str]] = {
     1: [],
-    2: ["sharded_at_load_evaluates_first", "earlier_callback_runs_the_model", "later_callback_runs_the_model"],
+    2: [
+        "sharded_at_load_evaluates_first",
+        "earlier_callback_runs_the_model",
+        "late_callback_after_the_model_ran",
+        "later_callback_runs_the_model",
+    ],
 }
 
 Ran = tuple[int, dict[str, list[Outcome]]]
@@ -59,11 +64,16 @@ def test_model_sharded_at_load_is_evaluated_before_it_is_trained(ran: Ran) -> No
     assert found["amp"] == pytest.approx(found["ddp"], abs=1e-3)
 
 
-def test_parameters_gathered_by_an_earlier_callback_are_told(ran: Ran) -> None:
-    for error in errors(ran, "earlier_callback_runs_the_model"):
-        assert "in callbacks before any that runs the model" in error
+def test_another_callback_may_run_the_model_first(ran: Ran) -> None:
+    earlier, later = result(ran, "earlier_callback_runs_the_model"), result(ran, "later_callback_runs_the_model")
+    assert earlier["losses"] == later["losses"]
+    assert earlier["loss"] == [FP32]
+
+
+def test_a_late_callback_after_the_model_ran_is_told(ran: Ran) -> None:
+    for error in errors(ran, "late_callback_after_the_model_ran"):
+        assert "to the Trainer's constructor" in error
         assert "\n" not in error
-    assert result(ran, "later_callback_runs_the_model")["loss"] == [FP32]
 
 
 def test_offload_can_be_rehearsed_on_cpu(ran: Ran) -> None:
