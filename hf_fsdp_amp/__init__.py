@@ -4,8 +4,10 @@ from .audit import record_precision
 from .audit_callback import PrecisionAudit
 from .callback import FSDPAutocast
 from .cpu import enable_cpu_fsdp
+from .explain import explain
 from .patching import is_patched, patch_model, unpatch_model
 from .policy import PrecisionPolicy, resolve_policy
+from .preset_table import compare_presets
 from .report import PrecisionReport
 
 __all__ = [
@@ -13,7 +15,9 @@ __all__ = [
     "PrecisionAudit",
     "PrecisionPolicy",
     "PrecisionReport",
+    "compare_presets",
     "enable_cpu_fsdp",
+    "explain",
     "is_patched",
     "patch_model",
     "record_precision",

@@ -14,14 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from .compiled import KEEPS_COMPILED, compile_notes, compile_stands_aside, compiled_inside, is_compiled
+from .model_records import find_logits, find_loss, read_buffers, read_parameters
 from .policy import dtype_name
-from .recorder import Recorder, RecordingMode, largest_floating, tensors_in
+from .recorder import Recorder, RecordingMode
 from .trace import (
-    BufferRecord,
     LogitsRecord,
     LossRecord,
     OptimizerStateRecord,
-    ParameterRecord,
     ScalerRecord,
     Trace,
 )
@@ -75,8 +74,8 @@ class LiveRecording:
         self.model = model
         self.device_type = device_type or next((p.device.type for p in model.parameters()), "cpu")
         self.recorder = Recorder(model, self.device_type, sequence)
-        self._names, self._parameters = _read_parameters(model, self.recorder)
-        self._buffer_names, self._buffers = _read_buffers(model, self.recorder)
+        self._names, self._parameters = read_parameters(model, self.recorder)
+        self._buffer_names, self._buffers = read_buffers(model, self.recorder)
         self._compiled = {self.recorder.path_of(m) for m in model.modules() if is_compiled(m)}
         if compiled:  # by a wrapper around it, of which the model itself bears no trace
             self._compiled.add("")
@@ -163,8 +162,8 @@ class LiveRecording:
         if output is None:  # the forward raised: whoever started this may never come to stop it
             self.abandon()
         elif self._loss is None:
-            self._loss = _find_loss(output)
-            self._logits = _find_logits(output, self.recorder)
+            self._loss = find_loss(output)
+            self._logits = find_logits(output, self.recorder)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.recorder.in_optimizer = True
@@ -188,78 +187,6 @@ class LiveRecording:
             record.dtype = dtype_name(self._loss.dtype)
             record.value = float(self._loss)
         return record
-
-
-def _read_parameters(
-    model: nn.Module, recorder: Recorder
-) -> tuple[dict[int, list[tuple[str, str]]], dict[str, ParameterRecord]]:
-    """Records of all parameters by clean name, and per module (by id) the local and clean names of its own."""
-    names: dict[int, list[tuple[str, str]]] = {}
-    records: dict[str, ParameterRecord] = {}
-    first_name: dict[int, str] = {}
-    units = {path for path, module in recorder.modules.items() if module.is_unit}
-    for module in model.modules():
-        path = recorder.path_of(module)
-        for local, parameter in module.named_parameters(recurse=False):
-            name = first_name.setdefault(id(parameter), f"{path}.{local}".lstrip("."))
-            names.setdefault(id(module), []).append((local, name))
-            if name not in records:
-                records[name] = ParameterRecord(
-                    name,
-                    recorder.modules[path].cls,
-                    tuple(parameter.shape),
-                    parameter.numel(),
-                    parameter.requires_grad,
-                    dtype_name(parameter.dtype),
-                    unit=_unit_of(path, units),
-                )
-    return names, records
-
-
-def _unit_of(path: str, units: set[str]) -> str | None:
-    while path not in units:
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
-    return path
-
-
-def _read_buffers(
-    model: nn.Module, recorder: Recorder
-) -> tuple[dict[int, list[tuple[str, str]]], dict[str, BufferRecord]]:
-    names: dict[int, list[tuple[str, str]]] = {}
-    records: dict[str, BufferRecord] = {}
-    for module in model.modules():
-        path = recorder.path_of(module)
-        for local, buffer in module.named_buffers(recurse=False):
-            name = f"{path}.{local}".lstrip(".")
-            names.setdefault(id(module), []).append((local, name))
-            record = BufferRecord(name, recorder.modules[path].cls, tuple(buffer.shape), dtype_name(buffer.dtype))
-            records.setdefault(name, record)
-    return names, records
-
-
-def _find_loss(output: Any) -> torch.Tensor | None:
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None:
-        candidates = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))[:1]
-        loss = next((t for t in candidates if t.dim() == 0 and t.is_floating_point()), None)
-    # a copy: the Trainer scales its loss in place afterwards (by the ranks, for num_items_in_batch; 4.46 to 5.24)
-    return loss.detach().clone() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def _find_logits(output: Any, recorder: Recorder) -> LogitsRecord | None:
-    named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
-    logits = named if isinstance(named, torch.Tensor) else largest_floating(output)
-    if logits is None or logits.dim() < 2:
-        return None
-    shape, given = tuple(logits.shape), dtype_name(logits.dtype)
-    makers = [m for m in recorder.modules.values() if m.path and m.output_shape == shape and m.outputs_made]
-    maker = makers[-1] if makers else recorder.modules[""]
-    made = maker.outputs_made[0] if maker.outputs_made else given
-    copies = {made, given}
-    size = sum(logits.numel() * (2 if dtype in ("bf16", "fp16") else logits.element_size()) for dtype in copies)
-    return LogitsRecord(given, made, maker.path, shape, size)
 
 
 def _read_state(optimizer: Optimizer) -> list[OptimizerStateRecord]:

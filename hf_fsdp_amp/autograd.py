@@ -4,11 +4,13 @@ The only file that touches autograd's private names, read in torch 2.4 to 2.14: 
 and ``torch._C._current_autograd_node``. `tests/test_trace.py` (autograd) fails when one of them moves. The labels
 themselves are public: `torch.autograd.graph.Node.metadata`. On CUDA the backward runs in a thread of the engine's own;
 both names are per thread and the engine carries dispatch modes over to it, so the recorder sees it as it sees CPU's.
+A backward that is walked in Python (`python_backward`) says so through `walking`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -16,16 +18,27 @@ from torch.autograd.graph import Node
 
 _LABEL = "hf_fsdp_amp"
 _Marks = dict[str, tuple[int, str]]
+_walked: list[Node] = []  # innermost last; empty where no backward is walked in Python
+
+
+@contextlib.contextmanager
+def walking(node: Node) -> Iterator[None]:
+    """Inside, this process is in a backward that runs `node`."""
+    _walked.append(node)
+    try:
+        yield
+    finally:
+        _walked.pop()
 
 
 def in_backward() -> bool:
     """Whether this thread is running a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return bool(_walked) or torch._C._current_graph_task_id() != -1
 
 
 def current_node() -> Node | None:
     """The autograd node this thread is running; None between nodes (sums of gradients, final callbacks)."""
-    return torch._C._current_autograd_node()
+    return _walked[-1] if _walked else torch._C._current_autograd_node()
 
 
 def label_nodes(tensors: Iterable[torch.Tensor], owner: int, path: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``hf-fsdp-amp show | diff``."""
+"""The command line: ``hf-fsdp-amp explain | show | diff``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import cli_explain
 from .diff import render_diff
 from .report import PrecisionReport
 from .report_html import save_html
@@ -18,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1 where a report shown has findings of severity error (for ``diff``: the second one); 2 where a file
-        cannot be read.
+        cannot be read, an option is wrong, or what is asked for cannot be had.
     """
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         sys.stderr.write(f"hf-fsdp-amp: {error}\n")
         return 2
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-fsdp-amp", description="Which dtype does every op of a run use?")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    about = "which dtype every op will use, before there is a GPU or a step; exit code 1 where it has errors"
+    explain = commands.add_parser("explain", help=about, description=about)
+    cli_explain.add_arguments(explain)
     show = commands.add_parser("show", help="show a report; exit code 1 where it has errors")
     show.add_argument("report", type=Path, help="precision.json")
     show.add_argument("--html", type=Path, metavar="FILE", help="also write the HTML page")
@@ -39,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("before", type=Path, help="precision.json of the first run")
     diff.add_argument("after", type=Path, help="precision.json of the second run")
     diff.set_defaults(run=_diff)
-    for command in (show, diff):
+    for command in (explain, show, diff):
         command.add_argument("--width", type=int, default=80, help="columns (default 80)")
         command.add_argument("--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
     return parser

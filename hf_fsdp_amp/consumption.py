@@ -8,7 +8,6 @@ owning module decides.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from .dummy_inputs import candidate_inputs
+from .fake_device import answers_as_if_present, autocast_rules, left_as_it_is
 from .param_dtypes import canonical_name
 from .policy import dtype_name
 from .sharding import read_units
@@ -87,8 +87,8 @@ def read_consumption(model: nn.Module, dtype: torch.dtype, device_type: str) -> 
 def _trace(model: nn.Module, dtype: torch.dtype, device_type: str, index: int) -> Consumption:
     names = _names_by_parameter(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_left_as_it_is(model))
-        stack.enter_context(_capability_known(device_type))
+        stack.enter_context(left_as_it_is(model))
+        stack.enter_context(answers_as_if_present(device_type))
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         twins = {
             id(p): torch.empty(p.shape, dtype=_training_dtype(p), device=device_type, requires_grad=p.requires_grad)
@@ -103,7 +103,7 @@ def _trace(model: nn.Module, dtype: torch.dtype, device_type: str, index: int) -
         follow = _Follow(dtype)
         for key, twin in twins.items():
             follow.track(twin, names[key][0])
-        stack.enter_context(_autocast_rules(device_type, dtype))
+        stack.enter_context(autocast_rules(device_type, dtype, cache_enabled=False))
         stack.enter_context(follow)
         torch.func.functional_call(model, values, kwargs=inputs, tie_weights=False)
     return _verdicts(model, names, follow)
@@ -202,59 +202,6 @@ def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
     return names
-
-
-@contextlib.contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Whatever the forward stores on its modules (caches, rescaled buffers) is taken back, and the RNG state."""
-    kept = []
-    for module in model.modules():
-        inner = {k: dict(module.__dict__[k]) for k in ("_parameters", "_buffers", "_modules")}
-        kept.append((module, dict(module.__dict__), inner))
-    model.train()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module, attributes, inner in kept:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, value in inner.items():
-                module.__dict__[name].clear()
-                module.__dict__[name].update(value)
-
-
-@contextlib.contextmanager
-def _autocast_rules(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast as plain AMP has it, without its cache, also where `torch.autocast` itself would want the device."""
-    enabled, before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(False)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, before)
-        torch.set_autocast_cache_enabled(cached)
-
-
-@contextlib.contextmanager
-def _capability_known(device_type: str) -> Iterator[None]:
-    """transformers asks for the compute capability to choose an experts' kernel, also where there is no GPU."""
-    if device_type != "cuda" or torch.cuda.is_available():
-        yield
-        return
-    real = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_capability = real
 
 
 def describe_experts(consumption: Consumption, dtype: torch.dtype) -> str | None:

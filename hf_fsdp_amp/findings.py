@@ -26,7 +26,12 @@ def find_faults(trace: Trace, contract: Contract, reference: Trace | None = None
     found = [finding for rule in rules_run.RULES for finding in rule(trace, contract)]
     case = rules_model.Case(trace, contract, reference)
     found += [finding for rule in rules_model.RULES for finding in rule(case)]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+    return sort_findings(found)
+
+
+def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Errors, then warnings, then notes; within each in the order given."""
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def describe_findings(findings: Sequence[Finding]) -> str:
@@ -34,4 +39,4 @@ def describe_findings(findings: Sequence[Finding]) -> str:
     return "\n".join(finding.line() for finding in findings) or "no findings"
 
 
-__all__ = ["Contract", "Finding", "describe_findings", "find_faults"]
+__all__ = ["Contract", "Finding", "describe_findings", "find_faults", "sort_findings"]

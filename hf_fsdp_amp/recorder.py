@@ -6,7 +6,7 @@ Used by the live audit and, over fake tensors, by a dry run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -36,16 +36,23 @@ def clean_path(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings, in order."""
+    found: list[torch.Tensor] = []
+    _collect(value, depth, found)
+    return found
+
+
+def _collect(value: Any, depth: int, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            if item is not None:
+                _collect(item, depth - 1, found)
     elif depth and isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
+            _collect(item, depth - 1, found)
 
 
 def floating_dtypes(value: Any) -> tuple[str, ...]:
@@ -187,6 +194,10 @@ class Recorder:
 
     # Ops
 
+    def running_module(self) -> str:
+        """Path of the module whose code runs now."""
+        return self._running(current_node() if in_backward() else None)
+
     def _running(self, node: Any) -> str:
         """Path of the module whose code runs: the innermost call, else what is recomputed, else who made the node."""
         return self._stack[-1][1] if self._stack else self._recomputed or label_of(node, self._number) or ""
@@ -200,8 +211,8 @@ class Recorder:
         if phase == "backward":
             self._recomputed = ""
         path = self._running(node)
-        inputs = list(tensors_in((args, kwargs)))
-        outputs = list(tensors_in(result))
+        inputs = tensors_in((args, kwargs))
+        outputs = tensors_in(result)
         name = str(func)
         if (collective := read_collective(name, args)) is not None:
             self._note_collective(collective, path, phase)

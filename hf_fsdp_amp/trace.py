@@ -230,6 +230,25 @@ class LogitsRecord:
 
 
 @dataclass
+class MemoryRecord:
+    """Bytes on one rank, as a dry run computes them.
+
+    Args:
+        parameters: the rank's share as stored; `gradients` and `optimizer` (AdamW's two moments) likewise.
+        logits: all copies of the logits, see `LogitsRecord`.
+        residual: outputs of all blocks, i.e. the residual stream: what activation checkpointing of each block keeps.
+        saved: what the backward needs, held when the forward ends, logits included; without checkpointing.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    logits: int = 0
+    residual: int = 0
+    saved: int = 0
+
+
+@dataclass
 class ScalerRecord:
     """The gradient scaler; `scale` is its factor, None where it is disabled or absent."""
 
@@ -246,6 +265,7 @@ class Trace:
         device_type: device type the model computes on.
         source: ``"live"``, or ``"fake"`` for a dry run.
         micro_batches: forwards of the root.
+        memory: bytes a rank, of a dry run; None for a live one.
         compiled: paths of modules that torch.compile compiles (``""``: the whole model); `notes` says what that hides.
         guesses: what a dry run had to assume; empty for a live one.
         notes: what could not be seen, in plain words.
@@ -266,6 +286,7 @@ class Trace:
     loss: LossRecord | None = None
     logits: LogitsRecord | None = None
     scaler: ScalerRecord | None = None
+    memory: MemoryRecord | None = None
     compiled: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -64,12 +64,14 @@ class Tiny:
         kind: which of `KINDS`.
         model: seeded, in fp32, on CPU, dropout off.
         inputs: keyword arguments of its forward.
+        candidate: which of `candidate_inputs` they are.
     """
 
     name: str
     kind: str
     model: nn.Module
     inputs: dict[str, torch.Tensor]
+    candidate: int = 0
 
 
 def names() -> list[tuple[str, str]]:
@@ -98,13 +100,14 @@ def build(name: str, kind: str) -> Tiny:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return Tiny(name, kind, model, find_inputs(model))
+    candidate, inputs = find_inputs(model)
+    return Tiny(name, kind, model, inputs, candidate)
 
 
-def find_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The first dummy inputs with which the model trains."""
+def find_inputs(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
+    """The first dummy inputs with which the model trains, and which of the candidates they are."""
     error: Exception | None = None
-    for inputs in candidate_inputs(model, "cpu", batch_size=2, seq_len=16):
+    for index, inputs in enumerate(candidate_inputs(model, "cpu", batch_size=2, seq_len=16)):
         inputs = {k: vary(v, k) for k, v in inputs.items()}
         try:
             loss = loss_of(model, inputs)
@@ -115,7 +118,7 @@ def find_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
         finite = bool(loss.isfinite())
         model.zero_grad()
         if finite:
-            return inputs
+            return index, inputs
         error = ValueError("the loss is not finite")
     raise error or ValueError("no inputs")
 
