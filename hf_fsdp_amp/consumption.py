@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from .dummy_inputs import candidate_inputs
-from .fake_device import answers_as_if_present, autocast_rules, left_as_it_is
+from .fake_device import answers_as_if_present, autocast_rules, left_as_it_is, without_collector
+from .fake_results import FakeResults
 from .param_dtypes import canonical_name
 from .policy import dtype_name
 from .sharding import read_units
@@ -88,7 +89,8 @@ def _trace(model: nn.Module, dtype: torch.dtype, device_type: str, index: int) -
     names = _names_by_parameter(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(left_as_it_is(model))
-        stack.enter_context(answers_as_if_present(device_type))
+        stack.enter_context(without_collector())
+        stack.enter_context(answers_as_if_present(device_type, as_real=False))
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         twins = {
             id(p): torch.empty(p.shape, dtype=_training_dtype(p), device=device_type, requires_grad=p.requires_grad)
@@ -149,6 +151,7 @@ class _Follow(TorchDispatchMode):
     def __init__(self, low: torch.dtype) -> None:
         super().__init__()
         self.low = low
+        self._results = FakeResults()
         self.names: Any = WeakIdKeyDictionary()  # tensor -> (parameter names, whether cast to the low dtype)
         self.low_use: set[str] = set()
         self.fp32_use: dict[str, str] = {}
@@ -160,7 +163,7 @@ class _Follow(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         followed = [self.names[t] for t in tree_leaves((args, kwargs)) if _is_in(t, self.names)]
-        result = _grouped_mm(args) if name == "_grouped_mm" else func(*args, **kwargs)
+        result = _grouped_mm(args) if name == "_grouped_mm" else self._results.run(func, args, kwargs)
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if not followed or not made:  # a question (prim::device, sym_size) is no use
             return result

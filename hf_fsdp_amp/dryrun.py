@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .dummy_inputs import candidate_inputs
 from .fake_attention import FusedAttention
-from .fake_device import answers_as_if_present, autocast_rules, left_as_it_is
+from .fake_device import answers_as_if_present, autocast_rules, left_as_it_is, without_collector
 from .fake_fsdp import Boundaries, collectives_of_step, compute_dtypes, fake_inputs, install_fakes, training_dtype
 from .fake_ops import DryRunMode, Refusal, storage_of
 from .findings import Finding
@@ -22,7 +23,7 @@ from .memory import memory_of_step
 from .model_records import find_logits, find_loss, read_buffers, read_parameters
 from .param_dtypes import canonical_name
 from .patching import patch_model
-from .planned_units import block_modules, plan_units
+from .planned_units import block_modules, plan_units, why_refused
 from .policy import PrecisionPolicy, dtype_name
 from .python_backward import walk_backward
 from .recorder import Recorder, largest_floating, tensors_in
@@ -82,7 +83,8 @@ def dry_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(left_as_it_is(model))
         stack.enter_context(_clean_state(policy))
-        stack.enter_context(answers_as_if_present(policy.device_type))
+        stack.enter_context(without_collector())
+        stack.enter_context(answers_as_if_present(policy.device_type, as_real=True))
         step = _Step(model, policy, fp32_names, world_size, sequence)
         stack.callback(step.remove)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -105,7 +107,19 @@ def _clean_state(policy: PrecisionPolicy) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for device_type in dict.fromkeys(("cpu", policy.device_type)):
             stack.enter_context(autocast_rules(device_type, policy.dtype, enabled=False))
+        stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
         yield
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """What stops a dry run becomes a finding; torch would log its traceback as well."""
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _Step:
@@ -221,8 +235,8 @@ class _Step:
             self.originals.values(), trace.logits, self.policy, self.world_size, self.saved, sum(self.residual.values())
         )
         trace.guesses += [f"{line} ({n} times)" if n > 1 else line for line, n in self.mode.guesses.items()]
-        findings = _refused(self.mode.refusals)
-        if error is not None:
+        findings = [*self._unshardable(), *_refused(self.mode.refusals)]
+        if error is not None and not self._refused_before(error):
             findings.append(self._explain(error))
         return DryRun(trace, findings, error is None, error)
 
@@ -233,6 +247,19 @@ class _Step:
             if record is not None and finished and fake.grad is not None:
                 # FSDP hands the reduced gradient over in the dtype of the stored parameter
                 record.gradient = record.storage if self.policy.fsdp_version else dtype_name(fake.grad.dtype)
+
+    def _unshardable(self) -> list[Finding]:
+        reason = why_refused(self.model, self.units, self.policy.fsdp_version)
+        if reason is None:
+            return []
+        evidence = f"{reason}: the Trainer will stop when it shards the model. What is shown is as if it had not."
+        fix = "other blocks in transformer_layer_cls_to_wrap, or FSDP1 (fsdp_config={'version': 1})."
+        return [Finding("fsdp-cannot-shard", "error", "", evidence, fix)]
+
+    def _refused_before(self, error: Exception) -> bool:
+        """Whether the op that stopped the run is one that was found to be refused."""
+        failure, refusals = self.mode.failure, self.mode.refusals
+        return failure is not None and failure[0] is error and bool(refusals) and refusals[-1].op == failure[1].op
 
     def _explain(self, error: Exception) -> Finding:
         failure = self.mode.failure

@@ -178,9 +178,9 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any, shadows: Shadows, note: Note)
 def _norm(func: Any, args: Any, kwargs: Any, shadows: Shadows, note: Note) -> Any:
     """CPU's layer and group norm keep their statistics in fp32 where weights and input differ; fake ones don't."""
     source, weight = args[0], args[2] if func._schema.name.endswith("layer_norm") else args[1]
-    result = func(*args, **kwargs)
     if source.device.type != "cpu" or weight is None or weight.dtype == source.dtype:
-        return result
+        return NOT_HANDLED
+    result = func(*args, **kwargs)
     return result[0], result[1].to(torch.float32), result[2].to(torch.float32)
 
 

@@ -23,8 +23,8 @@ class FusedAttention(TorchFunctionMode):
 
     Args:
         device_type: ``"cpu"``: the kernel that torch's own chooser gives for real tensors of those shapes.
-            Else CUDA's rule: flash attention for half precision without a mask and heads up to 256, memory-efficient
-            attention for the rest. (A GPU may take cuDNN's kernel instead of flash; it has the same dtypes.)
+            Else CUDA's rule: flash attention for half precision without a mask and heads of one size up to 256,
+            memory-efficient attention for the rest. (cuDNN's kernel, which may run instead, has the same dtypes.)
     """
 
     def __init__(self, device_type: str) -> None:
@@ -111,7 +111,8 @@ def _on_cuda(
     scale: float | None,
 ) -> torch.Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.dtype in _HALF and mask is None and query.shape[-1] <= _MAX_FLASH_HEAD:
+    fits = query.shape[-1] == value.shape[-1] and query.shape[-1] <= _MAX_FLASH_HEAD
+    if query.dtype in _HALF and mask is None and fits:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout, causal, False, scale=scale)[0]
     groups = query.shape[1] // key.shape[1]

@@ -6,6 +6,7 @@ Everything set here is process-wide for the length of a block, and put back at i
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,14 +34,16 @@ def missing_support(device_type: str) -> str | None:
 
 
 @contextlib.contextmanager
-def answers_as_if_present(device_type: str) -> Iterator[None]:
+def answers_as_if_present(device_type: str, *, as_real: bool) -> Iterator[None]:
     """Model code that asks for the GPU before it chooses a kernel gets a Hopper's answers, where there is no GPU.
 
-    And transformers 5 takes fake tensors for a `torch.export`, which has other masks than a run (5.0 to 5.24,
-    ``is_tracing`` asks ``is_fake_tensor``): it is told that they are none.
+    Args:
+        device_type: the device type that need not be there.
+        as_real: transformers 5 takes fake tensors for a `torch.export`, which has other masks than a run and asks
+            less of their data (5.0 to 5.25, ``is_tracing`` asks ``is_fake_tensor``); tell it that they are none.
     """
     with contextlib.ExitStack() as stack:
-        if hasattr(import_utils, "is_fake_tensor"):
+        if as_real and hasattr(import_utils, "is_fake_tensor"):
             stack.enter_context(_replaced(import_utils, "is_fake_tensor", lambda tensor: False))
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(_replaced(torch.cuda, "get_device_capability", lambda device=None: HOPPER))
@@ -109,3 +112,15 @@ def autocast_rules(
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
         torch.set_autocast_cache_enabled(cached)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """A step makes a hundred thousand objects that live to its end: looking through them again and again finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fake_answers import NOT_HANDLED, answer
+from .fake_results import FakeResults
 from .kernel_rules import rejection
 from .policy import dtype_name
 from .recorder import Recorder, tensors_in
 from .shadows import Shadows
+
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,16 @@ class DryRunMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch: as `recorder.RecordingMode` says; it also saves a detour through dynamo on every op."""
+        return True
+
     def __init__(self, recorder: Recorder, shadows: Shadows, device_type: str) -> None:
         super().__init__()
         self.recorder = recorder
         self.shadows = shadows
+        self._results = FakeResults()
         self.device_type = device_type
         self.guesses: dict[str, int] = {}
         self.refusals: list[Refusal] = []
@@ -56,14 +66,16 @@ class DryRunMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question (device, layout), asked more often than all ops together
+        if func is _DEVICE:  # autocast asks it of every argument: more often than there are ops
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if (why := rejection(func, args, kwargs, self.device_type)) is not None:
             self.refusals.append(self._refusal(func, why))
         try:
             result = answer(func, args, kwargs, self.shadows, self._guess)
             if result is NOT_HANDLED:
-                result = func(*args, **kwargs)
+                result = self._results.run(func, args, kwargs)
         except Exception as error:
             self._note_failure(func, args, kwargs, error)
             raise

@@ -68,13 +68,12 @@ def _norm(name: str, given: dict[str, Any], device_type: str) -> str | None:
 
 
 def _batch_norm(name: str, given: dict[str, Any], device_type: str) -> str | None:
-    """Half input with fp32 weights and statistics, or one dtype for all."""
+    """Weights in the input's dtype or fp32; on CPU running statistics must be in the weights' dtype, too."""
     source = given["input"].dtype
-    others = {key: given.get(key) for key in ("weight", "bias", "running_mean", "running_var")}
-    dtypes = {key: t.dtype for key, t in others.items() if isinstance(t, torch.Tensor)}
-    allowed = {source, torch.float32}
+    others = ("weight", "bias", "running_mean", "running_var") if device_type == "cpu" else ("weight", "bias")
+    dtypes = {key: given[key].dtype for key in others if isinstance(given.get(key), torch.Tensor)}
     for key, dtype in dtypes.items():
-        if dtype not in allowed or len(set(dtypes.values())) > 1:
+        if dtype not in (source, torch.float32) or len(set(dtypes.values())) > 1:
             return f"{name} of {dtype_name(source)} input with {key} in {dtype_name(dtype)}"
     return None
 

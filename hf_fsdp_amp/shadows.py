@@ -84,20 +84,29 @@ class Shadows:
         if not given and _bare_name(func).startswith(("empty", "rand")):
             return
         invented = any(t is not None and t.invented for t in twins)
-        for fake, value in zip(results, self._run(func, args, kwargs), strict=True):
+        values = self._run(func, args, kwargs)
+        if len(values) != len(results):
+            self._forget_written(func, args, kwargs)
+            return
+        for fake, value in zip(results, values, strict=True):
             if invented:
                 self._invented.add(_storage(value))
             if not any(fake is t for t in given):
                 self.set(fake, value, invented)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """What the op gives for the twins; nothing where CPU cannot run it."""
+
         def real(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return self.get(value)
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         with unset_fake_temporarily(), torch.no_grad():
-            made = func(*tree_map(real, args), **{k: real(v) for k, v in kwargs.items() if k != "pin_memory"})
+            try:
+                made = func(*tree_map(real, args), **{k: real(v) for k, v in kwargs.items() if k != "pin_memory"})
+            except (RuntimeError, NotImplementedError, IndexError):  # no such kernel on CPU, or made-up positions
+                return []
         return [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:

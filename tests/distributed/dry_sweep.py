@@ -1,6 +1,6 @@
-"""Dry runs held against live steps: tiny architectures under real FSDP2, CPU's rules, one gloo rank.
+"""Dry runs held against live steps: tiny architectures under real FSDP2, CPU's or CUDA's rules, one rank.
 
-``python -m tests.distributed.dry_sweep OUT.json [every Nth [preset ...]]`` writes one record per architecture.
+``python -m tests.distributed.dry_sweep OUT.json [every Nth [cpu|cuda [preset ...]]]`` writes one record per run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_fsdp_amp import patch_model, record_precision, resolve_policy
 from hf_fsdp_amp.dryrun import dry_run
+from hf_fsdp_amp.explain import as_installed
 from hf_fsdp_amp.fp32_choice import choose_fp32
 from hf_fsdp_amp.param_dtypes import pin_fp32
 from hf_fsdp_amp.planned_units import plan_units
@@ -52,11 +53,13 @@ def shard_as_planned(model: nn.Module, policy: PrecisionPolicy, fp32_names: set[
         fully_shard(modules, mp_policy=torch_policy, reshard_after_forward=unit.resharded)
     pin_fp32(model, fp32_names)
     if policy.preset != "stock":
-        patch_model(model, policy.dtype, device_type="cpu", cache_enabled=policy.cache_enabled)
+        patch_model(model, policy.dtype, device_type=policy.device_type, cache_enabled=policy.cache_enabled)
 
 
 def live(tiny: Tiny, policy: PrecisionPolicy, fp32_names: set[str], inputs: dict[str, torch.Tensor]) -> Trace:
     """A real step."""
+    tiny.model.to(policy.device_type)
+    inputs = {name: value.to(policy.device_type) for name, value in inputs.items()}
     shard_as_planned(tiny.model, policy, fp32_names)
     with record_precision(tiny.model, sequence=True) as trace:
         output = tiny.model(**inputs)
@@ -67,10 +70,11 @@ def live(tiny: Tiny, policy: PrecisionPolicy, fp32_names: set[str], inputs: dict
     return trace
 
 
-def compare(name: str, kind: str, preset: str) -> dict[str, Any]:
+def compare(name: str, kind: str, preset: str, device_type: str) -> dict[str, Any]:
     """One architecture under one preset."""
     tiny = build(name, kind)
-    policy = resolve_policy(preset, "bf16", device_type="cpu")
+    policy = resolve_policy(preset, "bf16", device_type=device_type)
+    policy = as_installed(policy) if preset == "stock" else policy
     chosen = choose_fp32(tiny.model, policy).names
     dry = dry_run(tiny.model, policy, chosen, inputs=tiny.inputs, sequence=True)
     record: dict[str, Any] = {"dry_error": None if dry.error is None else repr(dry.error)[:300]}
@@ -95,10 +99,10 @@ def compare(name: str, kind: str, preset: str) -> dict[str, Any]:
     return record
 
 
-def main(out: str, every: str = "1", *presets: str) -> None:
+def main(out: str, every: str = "1", device_type: str = "cpu", *presets: str) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     records = []
     try:
         for name, kind in names()[:: int(every)]:
@@ -107,7 +111,7 @@ def main(out: str, every: str = "1", *presets: str) -> None:
             except Exception:  # not buildable by the rule; `python -m tests.architectures` tells why
                 continue
             for preset in presets or ("amp", "exact", "stock"):
-                records.append({"name": name, "preset": preset, **compare(name, kind, preset)})
+                records.append({"name": name, "preset": preset, **compare(name, kind, preset, device_type)})
     finally:
         dist.destroy_process_group()
     with open(out, "w") as stream:

@@ -119,7 +119,7 @@ def error_of(gradient: torch.Tensor, other: torch.Tensor | None) -> float:
     if other is None:
         return float("inf")
     difference = float((gradient.double() - other.double()).norm())
-    return difference / float(gradient.double().norm()) if difference else 0.0
+    return difference / max(float(gradient.double().norm()), 1e-12) if difference else 0.0
 
 
 def _line(error: Exception) -> str:
