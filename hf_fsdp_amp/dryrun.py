@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from .dummy_inputs import candidate_inputs
 from .fake_attention import FusedAttention
 from .fake_device import answers_as_if_present, autocast_rules, left_as_it_is, without_collector
-from .fake_fsdp import Boundaries, collectives_of_step, compute_dtypes, fake_inputs, install_fakes, training_dtype
+from .fake_fsdp import Boundaries, collectives_of_step, compute_dtypes, training_dtype
 from .fake_ops import DryRunMode, Refusal, storage_of
+from .fake_parameters import FakeParameters, fake_inputs, install_buffers
 from .findings import Finding
 from .memory import memory_of_step
 from .model_records import find_logits, find_loss, read_buffers, read_parameters
@@ -156,14 +157,16 @@ class _Step:
     def prepare(self) -> None:
         """Fake parameters, hooks in the order in which a real run has them, autocast around the forward."""
         model, policy, keep = self.model, self.policy, self._handles.append
-        self.fakes = install_fakes(model, self.dtypes, policy.buffer_dtype, policy.device_type, self.shadows)
+        stored = {id(p): training_dtype(p) for p in model.parameters()}
+        self.fakes = FakeParameters(model, stored, self.dtypes, policy.device_type)
+        self.buffers = install_buffers(model, policy.buffer_dtype, policy.device_type, self.shadows)
         for unit in self.units:
             for path in unit.paths:
                 self.recorder.modules[path].is_unit = True
         self._read_model()
         for module in model.modules():
             keep(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-        self._boundaries = Boundaries(model, policy, self.units)
+        self._boundaries = Boundaries(model, policy, self.units, self.fakes)
         for module in model.modules():
             keep(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
             keep(module.register_forward_hook(self._see_outputs, prepend=True))
@@ -189,7 +192,7 @@ class _Step:
         try:
             output = self.model(**inputs)
             self._read_output(output)
-            held = {storage_of(t) for t in (*self.fakes, *tensors_in(inputs))}
+            held = {storage_of(t) for t in (*self.fakes.tensors(), *self.buffers, *tensors_in(inputs))}
             self.saved = self.mode.live_bytes(held)
             if backward and (loss := self._loss_of(output)) is not None:
                 walk_backward(loss)
@@ -241,12 +244,12 @@ class _Step:
         return DryRun(trace, findings, error is None, error)
 
     def _read_gradients(self, finished: bool) -> None:
-        fakes = dict(self.model.named_parameters())
-        for name, fake in fakes.items():
-            record = self._parameters.get(canonical_name(name))
-            if record is not None and finished and fake.grad is not None:
+        for name, parameter in self.originals.items():
+            gradient = self.fakes.gradient(parameter)
+            if finished and gradient is not None:
                 # FSDP hands the reduced gradient over in the dtype of the stored parameter
-                record.gradient = record.storage if self.policy.fsdp_version else dtype_name(fake.grad.dtype)
+                record = self._parameters[name]
+                record.gradient = record.storage if self.policy.fsdp_version else dtype_name(gradient.dtype)
 
     def _unshardable(self) -> list[Finding]:
         reason = why_refused(self.model, self.units, self.policy.fsdp_version)

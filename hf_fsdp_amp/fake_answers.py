@@ -176,12 +176,12 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any, shadows: Shadows, note: Note)
 
 
 def _norm(func: Any, args: Any, kwargs: Any, shadows: Shadows, note: Note) -> Any:
-    """CPU's layer and group norm keep their statistics in fp32 where weights and input differ; fake ones don't."""
+    """CPU's norms keep their statistics in fp32 where weights and input differ; fake ones don't."""
     source, weight = args[0], args[2] if func._schema.name.endswith("layer_norm") else args[1]
     if source.device.type != "cpu" or weight is None or weight.dtype == source.dtype:
         return NOT_HANDLED
     result = func(*args, **kwargs)
-    return result[0], result[1].to(torch.float32), result[2].to(torch.float32)
+    return result[0], *(t.to(torch.float32) for t in result[1:])
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
@@ -203,4 +203,6 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "_grouped_mm": _grouped_mm,
     "native_layer_norm": _norm,
     "native_group_norm": _norm,
+    "native_batch_norm": _norm,
+    "_native_batch_norm_legit": _norm,
 }

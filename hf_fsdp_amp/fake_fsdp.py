@@ -6,7 +6,7 @@ Nothing is sharded: gathered parameters and what is sent are what dtypes depend 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from .costs import padded_numel
+from .fake_parameters import FakeParameters
 from .param_dtypes import canonical_name
 from .planned_units import PlannedUnit
 from .policy import PrecisionPolicy, dtype_name
-from .shadows import Shadows
 from .trace import CollectiveRecord
 
 _BUCKET = 25 * 2**20  # DDP's `bucket_cap_mb` (torch 2.4 to 2.14)
@@ -49,69 +49,11 @@ def compute_dtypes(model: nn.Module, policy: PrecisionPolicy, fp32_names: Collec
     return {**dtypes, **{id(p): policy.param_dtype for p in floating}}
 
 
-def install_fakes(
-    model: nn.Module,
-    dtypes: dict[int, torch.dtype],
-    buffer_dtype: torch.dtype | None,
-    device_type: str,
-    shadows: Shadows,
-) -> list[torch.Tensor]:
-    """Put fake tensors in place of a model's parameters, buffers and other tensors; call it in a `FakeTensorMode`.
-
-    Args:
-        model: its modules' dictionaries are changed; `fake_device.left_as_it_is` takes that back.
-        dtypes: dtype of each parameter by id.
-        buffer_dtype: what floating buffers are cast to, as FSDP1 does; None leaves them.
-        device_type: where the fakes are.
-        shadows: gets the values of small buffers.
-
-    Returns:
-        The fakes.
-    """
-    twins: dict[int, torch.Tensor] = {}
-
-    def twin(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if id(tensor) not in twins:
-            twins[id(tensor)] = torch.empty(tensor.shape, dtype=dtype, device=device_type)
-        return twins[id(tensor)]
-
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                fake = twin(parameter, dtypes[id(parameter)]).requires_grad_(parameter.requires_grad)
-                fake._is_param = True  # how nn.Parameter marks tensors of other classes
-                module._parameters[name] = fake  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                cast = buffer.is_floating_point() and buffer_dtype is not None
-                fake = twin(buffer, buffer_dtype if cast and buffer_dtype else buffer.dtype)
-                shadows.copy(fake, buffer)
-                module._buffers[name] = fake
-        for name, value in module.__dict__.items():
-            if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                module.__dict__[name] = twin(value, value.dtype)
-    return list(twins.values())
-
-
-def fake_inputs(inputs: Mapping[str, Any], device_type: str, shadows: Shadows) -> dict[str, Any]:
-    """Fakes of real inputs; small integer and bool tensors keep their values. Call it in a `FakeTensorMode`."""
-
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        made = torch.empty(value.shape, dtype=value.dtype, device=device_type)
-        if not value.is_floating_point():
-            shadows.copy(made, value)
-        return made
-
-    return {name: tree_map(fake, value) for name, value in inputs.items()}
-
-
 class Boundaries:
     """The casts that FSDP makes where units begin and end, as hooks.
 
     FSDP2 (torch 2.4 to 2.14): each unit casts floating inputs to its `param_dtype` where `cast_forward_inputs` is set,
-    and outputs to `output_dtype`; modules that share a unit do it at the first one's begin and the last one's end.
+    and outputs to `output_dtype`, every module of a unit that several share (2.14; before, its first and last).
     FSDP1: the root casts its inputs to `param_dtype` (`cast_root_forward_inputs`, on by default), others only where
     `cast_forward_inputs` is set; batch norms run in fp32, with casts around them.
 
@@ -119,14 +61,17 @@ class Boundaries:
         model: the model.
         policy: the policy.
         units: where FSDP shards.
+        fakes: gathered where a unit begins, and released where a unit ends that is resharded.
     """
 
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy, units: list[PlannedUnit]) -> None:
+    def __init__(
+        self, model: nn.Module, policy: PrecisionPolicy, units: list[PlannedUnit], fakes: FakeParameters
+    ) -> None:
         self._handles: list[RemovableHandle] = []
-        if policy.fsdp_version == 2:
-            for unit in units:
-                self._fsdp2(unit, policy)
-        elif policy.fsdp_version == 1 and policy.param_dtype is not None:
+        self._fakes = fakes
+        for unit in units:
+            self._unit(unit, policy)
+        if policy.fsdp_version == 1 and policy.param_dtype is not None:
             self._fsdp1(model, policy, units)
 
     def remove(self) -> None:
@@ -134,20 +79,23 @@ class Boundaries:
         for handle in self._handles:
             handle.remove()
 
-    def _fsdp2(self, unit: PlannedUnit, policy: PrecisionPolicy) -> None:
+    def _unit(self, unit: PlannedUnit, policy: PrecisionPolicy) -> None:
         waiting: set[nn.Module] = set()
+        is_fsdp2 = policy.fsdp_version == 2
+        cast_inputs = policy.param_dtype if is_fsdp2 and policy.cast_forward_inputs else None
+        cast_output = policy.output_dtype if is_fsdp2 else None
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if waiting:
-                return args, kwargs
-            waiting.update(unit.modules)
-            if not policy.cast_forward_inputs or policy.param_dtype is None:
-                return args, kwargs
-            return _cast_all((args, kwargs), policy.param_dtype)
+            if not waiting:
+                waiting.update(unit.modules)
+                self._fakes.gather(unit.parameters.values())
+            return (args, kwargs) if cast_inputs is None else _cast_all((args, kwargs), cast_inputs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             waiting.discard(module)
-            return output if waiting or policy.output_dtype is None else _cast_all(output, policy.output_dtype)
+            if not waiting and unit.resharded:
+                self._fakes.release(unit.parameters.values())
+            return output if cast_output is None else _cast_all(output, cast_output)
 
         for module in unit.modules:
             self._hook(module, before, after)

@@ -26,12 +26,15 @@ from .training import tiny_llama, tiny_mpt
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch's or the model's own refusals, with or without mixed precision: what FSDP2 cannot shard has no live step
-NOT_OURS = ("shared with a parameter", "got mixed torch.Tensor and DTensor", "_chunk_cat expects non-empty tensor")
+NOT_OURS = (
+    *("shared with a parameter", "got mixed torch.Tensor and DTensor", "_chunk_cat expects non-empty tensor"),
+    "Invariant encountered: value was None",
+)
 Records = list[dict[str, Any]]
 
 
 def sweep(out: Path, device_type: str) -> Records:
-    command = [sys.executable, "-m", "tests.distributed.dry_sweep", str(out), "3", device_type]
+    command = [sys.executable, "-m", "tests.distributed.dry_sweep", str(out), "2.6", device_type]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580, check=False)
     assert out.exists(), done.stderr[-3000:]  # written last; gloo may abort at the interpreter's exit after it
